@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels import op
 from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
 from lolcats.ops.hybrid_attention.kernels.forward import States, scan_chunks
-from lolcats.ops.hybrid_attention.kernels.operands import KernelShape, is_eager
+from lolcats.ops.hybrid_attention.kernels.operands import is_eager
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step, supports_step
@@ -115,18 +114,6 @@ def test_the_scan_leaves_out_the_own_entry(reverse):
     torch.testing.assert_close((S.double(), z.double()), (right_S, right_z), rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("window", ["terraced", "sliding"])
-def test_stored_columns_hold_every_window(window):
-    """The chunks from the first key that a tile's window can hold to the tile's own, and not one more."""
-    sizes = [1, 3, 16, 48, 63, 64, 65, 96, 128, 200]
-    for size, blocks in itertools.product(sizes, [1, 2, 3] if window == "terraced" else [1]):
-        config = AttentionConfig(window, size, blocks)
-        shape = KernelShape.of(config, torch.float32, 2, 1, 1, 16, 8)
-        first = torch.arange(0, 64 * 300, 64)
-        chunks = (first - config.window_start(first).div(64, rounding_mode="floor") * 64).max() // 64 + 1
-        assert 64 * chunks == shape.WINDOW
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -146,9 +133,6 @@ def test_says_why_not(change, reason):
         case.run("triton")
     with torch.no_grad(), pytest.raises(ValueError, match=reason):
         triton_step(case, state=state)
-
-
-def test_says_why_not_of_softmax_steps():
     q, k, v = (torch.zeros(1, 1, keys, width, device=DEVICE) for keys, width in ((1, 64), (9, 64), (9, 32)))
     assert supports_softmax_step(q, k, k) is None
     assert "Keys have 64 and values 32" in (supports_softmax_step(q, k, v) or "")

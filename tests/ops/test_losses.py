@@ -71,11 +71,6 @@ def test_cross_entropy_is_its_definition(config, layout):
     check_same_as_definition(make_case(config, TOKENS, **sizes), **LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("config", ["terraced 4", "sliding 70 sinks=3", "sliding 0"])
-def test_cross_entropy_in_float32(config):
-    check_same_as_definition(make_case(config, TOKENS, batch=2, heads=4, kv_heads=2, sink_logits=True))
-
-
 def test_weights_below_the_floor():
     """Of exactly zero, among them all those of a query, and smaller than the floor."""
     zero = make_double("sliding 0 map=t2r", TOKENS, batch=2, columns=2)

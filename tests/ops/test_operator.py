@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -39,9 +40,11 @@ from kit import (
     varied,
 )
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops import initial_state
-from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS, get_feature_map
+from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 from lolcats.ops.packing import Packing
 
 chunked_module = import_module("lolcats.ops.hybrid_attention.chunked")
@@ -162,6 +165,19 @@ def test_random_shapes_on_a_fine_grid(monkeypatch, seed):
     config += f" sinks={draw(0, 0, 1, 6)} map={draw(*FEATURE_MAPS)}"
     for before in (None, (draw(1, 8, 13), 0, 5)):
         check(Row(config, draw(7, 20, 41), before, varied(seed) | {"batch": 3}, draw(None, 1.5)), "chunked")
+
+
+def test_feature_maps_have_names_and_take_large_inputs():
+    choices = get_type_hints(AttentionConfig)["feature_map"]
+    assert {name for part in get_args(choices) for name in get_args(part)} == set(FEATURE_MAPS)
+    with pytest.raises(ValueError, match="unknown feature map 'hedge'; known: hedgehog, t2r, elu"):
+        get_feature_map("hedge")
+    for phi in FEATURE_MAPS.values():
+        features = phi(1e3 * torch.randn(2, 3, 5, 8), torch.randn(3, 8, 4), torch.randn(3, 4) if phi.has_bias else None)
+        assert features.shape == (2, 3, 5, 4 * phi.multiple)
+        assert features.isfinite().all()
+        assert (features >= 0).all()
+        assert (phi.default_dim(64) * phi.multiple, phi.default_dim(1)) == (64, 1)
 
 
 @pytest.mark.parametrize("config", ["sliding 70 sinks=3", "terraced 64", "sliding 0"])
@@ -382,20 +398,6 @@ def test_steps_write_their_state_and_no_other_call_does(backend, config):
     assert after.nbytes == before.nbytes
 
 
-@needs_triton
-@torch.no_grad()
-def test_empty_slots_are_not_read():
-    """NaN in them changes nothing, NaN in a filled one does."""
-    case = make_case(STEPS[4], 14)
-    _, state = decode(case, triton_step)
-    poisoned = state.clone()
-    poisoned.k[:, :, 14:], poisoned.v[:, :, 14:] = torch.nan, torch.nan
-    expected, _ = triton_step(case.part(0, 1), state=state)
-    assert torch.equal(triton_step(case.part(0, 1), state=poisoned.clone())[0], expected)
-    poisoned.v[:, :, 13] = torch.nan
-    assert triton_step(case.part(0, 1), state=poisoned)[0].isnan().any()
-
-
 def test_decoding_does_not_depend_on_the_default_device():
     case = make_case("sliding 5 sinks=1 map=None", 1).map(torch.Tensor.cpu)
     step = partial(case.run, "auto", state=initial_state(case.config, case.params, case.k), return_state=True)
@@ -458,3 +460,37 @@ def test_cuda_graphs(config):
     assert torch.equal(torch.cat(outputs, dim=2), expected)
     for part, tensor in state.tensors().items():
         assert torch.equal(tensor, after.tensors()[part]), part
+
+
+# --- sums in two 16-bit planes ---------------------------------------------------------------------------------------
+
+# Zeros, the smallest and largest denormals, a half to round, a carry into the exponent, the largest number, infinities.
+BITS = [0x0, 0x1, 0x8000, 0x8001, 0x7FFFFF, 0x3F7FFFFF, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
+
+
+def test_planes_lose_nothing_and_the_first_is_the_nearest_bfloat16():
+    """Of all bit patterns above, of both signs, and random ones."""
+    special = torch.tensor(BITS)
+    bits = torch.cat([special, special - 2**31, torch.randint(-(2**31), 2**31, (4096 - 2 * len(BITS),))]).int()
+    S = bits.view(torch.float32).view(1, 64, 64)
+    planes = split_sums(S)
+    assert (planes.shape, planes.dtype, planes.nbytes) == ((1, 2, 64, 64), torch.int16, S.nbytes)
+    assert torch.equal(join_sums(planes).view(torch.int32), S.view(torch.int32))
+    assert split_sums(planes) is planes
+    assert join_sums(S) is S
+    comparable = S.isfinite() & ((S.view(torch.int32) & 0xFFFF) != 0x8000)  # torch rounds halves to even
+    assert torch.equal(planes[:, 0].view(torch.bfloat16)[comparable], S.to(torch.bfloat16)[comparable])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@torch.no_grad()
+def test_every_implementation_takes_planes(tokens):
+    case = make_case("terraced 4", 40 + tokens)
+    state = case.part(0, 40).run("auto", return_state=True)[1]
+    planes = state.as_steps_keep(torch.bfloat16)
+    assert in_planes(planes.S)
+    expected, after = case.part(40, None).run("auto", state=state.clone(), return_state=True)
+    y, found = case.part(40, None).run("auto", state=planes.clone(), return_state=True)
+    assert torch.equal(y, expected)
+    assert torch.equal(found.joined().S, after.S)
+    assert not torch.equal(after.S, state.S)

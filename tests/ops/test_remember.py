@@ -28,7 +28,8 @@ def test_remembers_only_what_did_not_change(in_a_pass):
     cu_seqlens = torch.tensor([0, 4, 8], device=DEVICE)
     first = remembered(Segments.of_borders, cu_seqlens[:], 8)
     assert remembered(Segments.of_borders, cu_seqlens[:], 8) is first  # another view of the same memory: the next layer
-    assert remembered(Segments.of_borders, cu_seqlens.clone(), 8) is not first
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(remembered, Segments.of_borders, cu_seqlens, 8).result() is not first
     assert lengths_of(cu_seqlens[:2]) == [4]
     assert lengths_of(cu_seqlens) == [4, 4]
     cu_seqlens[1] = 3
@@ -36,19 +37,10 @@ def test_remembers_only_what_did_not_change(in_a_pass):
     with torch.inference_mode():
         cu_seqlens[1] = 2
     assert lengths_of(cu_seqlens) == [2, 6]
-
-
-def test_remembers_within_one_pass_of_one_thread_alone(in_a_pass):
-    cu_seqlens = torch.tensor([0, 4, 8], device=DEVICE)
-    first = remembered(Segments.of_borders, cu_seqlens, 8)
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(remembered, Segments.of_borders, cu_seqlens, 8).result() is not first
     remember.end_pass()
     cu_seqlens.data[1] = 3  # counts no write
     assert lengths_of(cu_seqlens) == [3, 5]
-
-
-def test_inference_tensors_are_looked_at_every_time():
+    remember.begin_pass()
     with torch.inference_mode():
         cu_seqlens = torch.tensor([0, 4, 8], device=DEVICE)
         assert lengths_of(cu_seqlens) == [4, 4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import DEVICE, GPU, TOLERANCE, needs_gpu
+from kit import DEVICE, TOLERANCE, needs_gpu
 from torch import Tensor
 
 from lolcats.modeling.softmax import softmax_attention
@@ -110,20 +110,15 @@ def test_large(dtype, head_dim, heads, kv_heads, packed):
 
 
 def test_many_splits_of_short_rows(monkeypatch):
-    """Most have no keys."""
+    """Most have no keys; long rows and few of them are split most."""
+    assert [splits_of_a_row(rows, 8192) for rows in (1, 64, 640, 5000)] == [32, 32, 4, 1]
+    assert [splits_of_a_row(1, keys) for keys in (1, 10**6)] == [1, 128]
     monkeypatch.setattr(softmax_step, "LEAST_KEYS", 8)
     assert splits_of_a_row(2, KEYS) == 38
     Slots((3, 100), heads=2, kv_heads=1).check()
 
 
-def test_programs_fill_the_gpu():
-    assert [splits_of_a_row(rows, 8192) for rows in (1, 64, 640, 5000)] == [32, 32, 4, 1]
-    assert splits_of_a_row(1, 10**6) == 128
-    assert splits_of_a_row(1, 1) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@needs_gpu
 def test_one_graph_serves_all_lengths():
     slots = Slots((700, 3), 1000, dtype=torch.bfloat16, head_dim=64)
     for x in (slots.k_BGKD, slots.v_BGKD):

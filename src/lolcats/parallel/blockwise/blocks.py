@@ -120,8 +120,7 @@ class Blocks:
             )
 
     def _delete_inputs(self, block: LayerBlock) -> None:
-        for cache in self._open.pop(block.index, {}).values():
-            cache.close()
+        self._open.pop(block.index, None)
         for path in self._paths(block).values():
             delete_cache(path)
 

@@ -266,7 +266,8 @@ def ability(results: Results) -> list[str]:
     for title in dict.fromkeys(run["row"] for run in results.ability):
         runs = [run for run in results.ability if run["row"] == title]
         cells = [title, str(len(runs)), f"{runs[0]['cache_mib']['8192']:.1f}"]
-        cells += [f"{statistics.fmean(run['found'][name]['percent'] for run in runs):.1f}" for name in percent]
+        found = [[run["found"][name]["percent"] for run in runs if name in run["found"]] for name in percent]
+        cells += [f"{statistics.fmean(values):.1f}" if values else "-" for values in found]
         cells.append(
             ", ".join(f"{statistics.fmean(run['found'][name] / teacher[name] for run in runs):.2f}" for name in texts)
         )

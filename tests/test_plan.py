@@ -18,6 +18,7 @@ from lolcats.config import LinearizeConfig, set_fields
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import heads_in_budget
+from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.plan import GB, GIB, GPUS, HUB_IDS, caches, changed, cost, count, stages
 from lolcats.training.lora import add_lora
 
@@ -149,10 +150,10 @@ def test_stages_and_their_own_settings():
 
     for stage, field in (("adjust", "adjust__data__sequence_length"), ("gates", "gates__sequence_length")):
         own = costs(stage, **{field: 8192})[0]
-        assert own > 1.5 * costs(stage)[0]  # stage 1's sequences are others
+        assert own > 1.4 * costs(stage)[0]  # stage 1's sequences are others
         assert costs("transfer", **{field: 8192}) == costs("transfer")
     peak, seconds = costs("adjust", adjust__distill_factor=0)
-    assert costs("adjust", adjust__distill_factor=0, adjust__gradient_checkpointing=True)[0] < 0.6 * peak
+    assert costs("adjust", adjust__distill_factor=0, adjust__gradient_checkpointing=True)[0] < 0.7 * peak
     assert costs("adjust")[0] > peak
     assert 1.3 < costs("adjust")[1] / seconds < 2.2  # a whole run took 1.65 times as long
     assert costs("gates", gates__max_steps=600)[1] == pytest.approx(2 * costs("gates")[1])
@@ -204,8 +205,8 @@ def test_contexts():
     short, long = caches(model, 1024), caches(model, 8192)
     assert long[0] == 2 * long[1] == 180 * 2**20
     exact = sum(map(len, model.chosen.values()))
-    assert exact == 11
-    assert long[2] - short[2] == exact * 2 * 64 * 2 * 7168
+    assert exact == 23
+    assert long[2] - short[2] == exact * 2 * (64 + FACTOR_BYTES) * 7168
     result = CliRunner().invoke(app, ["plan", "smollm2-135m", "--contexts"])
     rows = [line.split() for line in result.stdout.splitlines()]
     assert next(row for row in rows if row[0] == "8192")[:2] == ["8192", "180.0"]

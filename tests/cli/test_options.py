@@ -53,7 +53,7 @@ def test_later_settings_win():
     assert (config.attention.window_size, config.attention.sinks, config.seed) == (32, 4, 9)
     assert config.attention.feature_dim == 32  # the recipe's
     config = resolve({"model.path": "m", "data.sources": [{"path": "d"}]})
-    assert (config.recipe, config.attention.sinks, config.attention.exact) == ("lolcats-hybrid", 1, ("12%",))
+    assert (config.recipe, config.attention.sinks, config.attention.exact) == ("lolcats-hybrid", 1, ("25%",))
 
 
 def given(options: dict, recipe: str | None = None, overrides: tuple[str, ...] = ()):

@@ -39,6 +39,11 @@ def test_chunked_prefill(folder, serve, options) -> None:
     assert_same(served.answers(PROMPTS), transformers_answers(path))
 
 
+def test_8_bits_of_all_keys_are_the_models_type_in_vllm(folder, serve) -> None:
+    served = serve(folder(**HEADS, attention=EXACT_HEADS["attention"] | {"exact_bits": 8}))
+    assert_same(served.answers(PROMPTS), transformers_answers(folder(**EXACT_HEADS)))
+
+
 @pytest.mark.parametrize("options", [EXACT_HEADS, BOUNDED], ids=["heads", "bounded"])
 def test_single_tokens_in_pages(folder, serve, monkeypatch, options) -> None:
     """As on a GPU: the kernel reads linear heads between exact ones where they stand, here in Triton's interpreter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,6 +33,7 @@ from lolcats.vllm_plugin.layer import (
     page_shape,
 )
 
+logger = logging.getLogger("vllm.lolcats")
 ELSEWHERE = "`lolcats serve --engine lolcats` serves every linearized model"
 
 
@@ -60,11 +61,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         paged = [layer for layer in config.layer_heads if layer.exact and not is_bounded(config, layer)]
         both_kinds = any(not layer.is_softmax for layer in paged)
         if config.attention.exact_bits is not None and any(native_window(config, layer) is None for layer in paged):
-            bounded, wider = (json.dumps({"attention": x}) for x in ({"exact_window": "16MiB"}, {"exact_bits": None}))
-            raise UserError(
-                "exact_bits without exact_window: vLLM's own pages, which grow, have the model's type. --hf-overrides"
-                f" '{bounded}' bounds what exact heads keep, '{wider}' keeps all in that type; {ELSEWHERE}"
-            )
+            logger.warning("vLLM keeps exact heads in the model's type, not in 8 bits: twice the memory")
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
         self.model = init_vllm_registered_model(

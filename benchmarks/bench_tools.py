@@ -18,12 +18,12 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lolcats.analysis.files import write_text
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.plan import SHAPES
+from lolcats.report import write_text
 
 # Inputs rotate over at least this many bytes, several times an H200's L2 cache.
 ROTATION_BYTES = 256 * 2**20

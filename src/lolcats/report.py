@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lolcats.errors import UserError
 
-REPORT_FILE = "lolcats_report.json"
+REPORT_FILE, ANALYSIS_FILE, EVALUATION_FILE = "lolcats_report.json", "analysis.json", "eval.json"
 STEPS = {
     "teacher": "teacher (softmax, untouched)",
     "swapped": "swapped, untrained",
@@ -62,6 +62,26 @@ def read_optional(file: Path) -> Any:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {file}: {error}") from error
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        UserError: it cannot be written; what was there before is untouched.
+    """
+    partial = file.with_name(f".{file.name}.unfinished")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error}") from error
+
+
+def plain(value: Any) -> Any:
+    """The value as standard JSON has it: keys are text, tuples lists, and NaN and infinity, which that lacks, None."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
 def stage_summary(result: Any) -> dict[str, Any]:

@@ -50,9 +50,6 @@ class Collect:
         _ = seen.y_hybrid_BHTD  # while the stage's weights are in place
         self.seen[seen.layer, seen.stage] = seen
 
-    def result(self):
-        return {}
-
 
 def stage_weights(family):
     """A model with two stages: other feature maps, and in the second also other projections."""
@@ -77,7 +74,7 @@ def dataset():
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_stage_is_seen_with_its_own_weights(family, dataset):
     weights, collect = stage_weights(family), Collect()
-    measure(weights, dataset, [collect], batch_size=2)
+    measure(weights, dataset, collect.see, batch_size=2)
     assert set(collect.seen) == {(layer, stage) for layer in (0, 1) for stage in ("swapped", "adjust")}
     tokens = dataset.batch([0, 1])["input_ids"]
     for stage in weights.names:
@@ -104,12 +101,11 @@ def test_every_stage_is_seen_with_its_own_weights(family, dataset):
 def test_the_last_stage_is_left_even_after_an_error(dataset):
     weights = stage_weights("llama")
 
-    class Broken(Collect):
-        def see(self, seen):
-            raise RuntimeError("enough")
+    def fail(seen):
+        raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        measure(weights, dataset, [Broken()])
+        measure(weights, dataset, fail)
     for name, tensor in weights.tensors["adjust"].items():
         assert weights.model.get_parameter(name).data_ptr() == tensor.data_ptr()
     assert all(not module._forward_hooks for module in weights.model.attention_modules().values())
@@ -117,7 +113,8 @@ def test_the_last_stage_is_left_even_after_an_error(dataset):
 
 def test_maps_show_the_ends_of_a_long_sequence(dataset):
     weights, maps = stage_weights("llama"), AttentionMaps([1], [0, 3, 9], span=8)
-    (result,) = measure(weights, dataset, [maps])
+    measure(weights, dataset, maps.see)
+    result = maps.result()
     assert result["keys"] == [*range(8), *range(16, 24)]
     assert result["queries"] == [16, 23]
     assert [(entry["layer"], entry["head"]) for entry in result["maps"]] == [(1, 0), (1, 3)]
@@ -126,7 +123,7 @@ def test_maps_show_the_ends_of_a_long_sequence(dataset):
     assert softmax[0, 9:].abs().sum() == 0  # keys after the query
     assert (softmax.sum(1) < 1).all()  # the keys between are not shown
     collect = Collect()
-    measure(weights, PackedDataset(dataset.input_ids[:1], dataset.label_mask[:1]), [collect])
+    measure(weights, PackedDataset(dataset.input_ids[:1], dataset.label_mask[:1]), collect.see)
     seen = collect.seen[1, "swapped"]
     score = (seen.q_BHTD[0, 0] @ seen.k_BGTD[0, 0].T) / seen.q_BHTD.shape[-1] ** 0.5
     future = torch.ones_like(score, dtype=torch.bool).triu(1)

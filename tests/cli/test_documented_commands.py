@@ -53,14 +53,3 @@ def test_commands_are_taken(page):
             if "Missing parameter" in str(error) and f"`{line}" in text:  # an option is shown, not a whole command
                 continue
             pytest.fail(f"{page.name}: {line}: {error}")
-
-
-def test_a_misspelt_option_is_found():
-    assert commands("    lolcats plan x --gpus 8  # comment\n`lolcats eval` and `lolcats eval a --lenghts 1`\n") == [
-        "lolcats plan x --gpus 8  # comment",
-        "lolcats eval a --lenghts 1",
-    ]
-    with pytest.raises(Exception, match="--lenghts"):
-        parse("lolcats eval a --lenghts 1")
-    with pytest.raises(AssertionError, match="penalti"):
-        parse("lolcats linearize m --data demo --set gates.penalti=1")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lolcats.analysis.diagnostics import AttentionMaps, LinearShare, OutputError
-from lolcats.analysis.files import ANALYSIS_FILE, write_json
-from lolcats.analysis.observe import measure
+from lolcats.analysis.observe import Seen, measure
 from lolcats.analysis.stages import load_stages
 from lolcats.config import DataSection
 from lolcats.data import build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import with_begin_token
 from lolcats.provenance import provenance
-from lolcats.report import without_paths
+from lolcats.report import ANALYSIS_FILE, plain, without_paths, write_text
 
 FORMAT = 3  # of analysis.json; raise when a key changes its meaning
 MAP_LAYERS, MAP_HEADS = 5, 4  # as the paper's appendix shows
@@ -56,7 +56,12 @@ def analyse(
     if len(layers) > MAP_LAYERS:  # evenly spaced, the first and the last among them
         shown = [layers[round(place * (len(layers) - 1) / (MAP_LAYERS - 1))] for place in range(MAP_LAYERS)]
     maps = AttentionMaps(shown, list(range(min(heads, MAP_HEADS))))
-    measure(weights, dataset, [error, share, maps], batch_size=batch_size)
+
+    def see(seen: Seen) -> None:
+        for diagnostic in (error, share, maps):
+            diagnostic.see(seen)
+
+    measure(weights, dataset, see, batch_size=batch_size)
     values = {
         "format": FORMAT,
         "model": str(folder),
@@ -70,5 +75,6 @@ def analyse(
         "maps": maps.result(),
         "provenance": provenance(),
     }
-    write_json(folder / ANALYSIS_FILE, values := without_paths(values))
+    values = without_paths(values)
+    write_text(folder / ANALYSIS_FILE, json.dumps(plain(values), indent=1) + "\n")
     return values

@@ -7,11 +7,11 @@ module again with the same arguments. So differences between stages are differen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,27 +65,18 @@ class Seen:
         return attention_weights(self.q_BHTD, self.k_BGTD, self.module.config, params, **call)
 
 
-class Diagnostic(Protocol):
-    """Something measured from what the layers show."""
-
-    def see(self, seen: Seen) -> None:
-        """Take one layer's attention of one batch under one stage."""
-
-    def result(self) -> dict[str, Any]:
-        """Plain numbers."""
-
-
 @torch.no_grad()
 def measure(
     weights: StageWeights,
     dataset: PackedDataset,
-    diagnostics: Sequence[Diagnostic],
+    see: Callable[[Seen], None],
     *,
     batch_size: int = 1,
-) -> list[dict[str, Any]]:
-    """The results of `diagnostics` over all sequences of `dataset`. The last stage's weights are left in the model.
+) -> None:
+    """Show all sequences of `dataset`. The last stage's weights are left in the model.
 
     Args:
+        see: takes one layer's attention of one batch under one stage.
         batch_size: sequences at a time. Diagnostics that look at attention weights need
             batch_size * heads * T * T numbers several times over.
     """
@@ -101,12 +92,12 @@ def measure(
             if weights.projections_differ(stage, first, under=under):
                 attention.forward(*args, **kwargs)  # past the hooks; observed again
                 own = dict(observed)
-            seen = Seen(
-                *(own["layer_idx"], stage, own["module"], own["q"], own["k"], own["v"], own["y_softmax"]),
-                *(original["y_softmax"], own["call"]),
+            see(
+                Seen(
+                    *(own["layer_idx"], stage, own["module"], own["q"], own["k"], own["v"], own["y_softmax"]),
+                    *(original["y_softmax"], own["call"]),
+                )
             )
-            for diagnostic in diagnostics:
-                diagnostic.see(seen)
         weights.use(first, under=under)
 
     call = AttentionCall(mode="softmax", observe=lambda **found: observed.update(found))
@@ -120,4 +111,3 @@ def measure(
             batch.pop("labels")
             inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
             model.get_decoder()(**inputs, use_cache=False, attention_call=call)
-    return [diagnostic.result() for diagnostic in diagnostics]

@@ -9,18 +9,21 @@ import jinja2
 import yaml
 
 from lolcats.analysis.charts import layer_charts, map_chart, training_charts
-from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, plain, write_text
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import recall_tables, tables
 from lolcats.report import (
+    ANALYSIS_FILE,
     COST_COLUMNS,
+    EVALUATION_FILE,
     REPORT_FILE,
     STEPS,
     cost_rows,
     markdown_table,
+    plain,
     public_name,
     read_optional,
     read_report,
+    write_text,
 )
 
 PAGE_FILE = "report.html"

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lolcats.analysis.files import write_text
 from lolcats.cli.console import progress
 from lolcats.cli.options import (
     ModelLoader,
@@ -23,7 +22,7 @@ from lolcats.cli.options import (
 )
 from lolcats.config import validated
 from lolcats.evaluation.options import EvalOptions
-from lolcats.report import table, without_paths
+from lolcats.report import table, without_paths, write_text
 
 
 @settings_options(

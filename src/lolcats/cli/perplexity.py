@@ -20,7 +20,7 @@ from lolcats.cli.options import (
     model_options,
 )
 from lolcats.errors import UserError
-from lolcats.report import table, without_paths
+from lolcats.report import table, without_paths, write_text
 
 
 @model_options
@@ -93,7 +93,7 @@ def perplexity(
         results.append({"model": path, **found, "begin_token": data_of_model.begin_token, **attention_of(loaded)})
         del loaded
     if output is not None:
-        output.write_text(json.dumps(without_paths(results), indent=1) + "\n", encoding="utf-8")
+        write_text(output, json.dumps(without_paths(results), indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(results, indent=2))
         return

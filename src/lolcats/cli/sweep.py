@@ -17,13 +17,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lolcats.analysis.files import write_text
 from lolcats.cli.console import notes
 from lolcats.cli.options import Overrides, Sources, parse_source
 from lolcats.config import parse_override, read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import find_file
-from lolcats.report import read_optional, read_report, table
+from lolcats.report import read_optional, read_report, table, write_text
 
 FOLDER = Path(__file__).parents[1] / "sweeps"
 PARTS = ("paths", "set", "axes", "held_out", "perplexity", "evaluate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,8 +23,9 @@ from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 # the state in place; train: forward and backward with all gradients; stage1: squared error against given outputs,
 # and its gradients of gamma and the feature maps' weights.
 MODES = ("forward", "state", "step", "train", "stage1")
-# fla, gated_delta: chunk_linear_attn and chunk_gated_delta_rule of flash-linear-attention, where it is installed.
-PEERS = ("sdpa_flash", "sdpa_cudnn", "fla", "gated_delta")
+# fla, gated_delta: chunk_linear_attn and chunk_gated_delta_rule of flash-linear-attention, where it is installed;
+# packed, varlen_attn: the operator and FlashAttention-2 in PyTorch on sequences of lognormal lengths in one row.
+PEERS = ("sdpa_flash", "sdpa_cudnn", "fla", "gated_delta", "packed", "varlen_attn")
 IMPLEMENTATIONS = ("triton", "chunked", "reference", *PEERS)
 GPU_SHAPES = ((1, 1024), (1, 4096), (1, 16384), (1, 65536), (1, 131072), (16, 4096), (8, 4096), (64, 1024))
 CPU_SHAPES = ((1, 128), (1, 512))
@@ -34,7 +36,7 @@ class AttentionBench:
     """What to measure. The defaults are one layer of the Llama-3-8B shape."""
 
     shapes: tuple[tuple[int, int], ...] = GPU_SHAPES if torch.cuda.is_available() else CPU_SHAPES  # (batch, tokens)
-    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    implementations: tuple[str, ...] = IMPLEMENTATIONS[:-2]
     modes: tuple[str, ...] = MODES
     heads: int = 32
     kv_heads: int = 8
@@ -44,6 +46,7 @@ class AttentionBench:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     budget_s: float = 1.0  # per number
     max_quadratic_tokens: int = 2048  # longest sequence for `reference`
+    packed_sequences: int = 32  # in the row of packed and varlen_attn
 
     @property
     def state_heads(self) -> int:
@@ -174,6 +177,8 @@ def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], 
     leaves = [tensor for tensor in (x.q, x.k, x.v, *x.params.tensors) if tensor is not None and tensor.requires_grad]
     if name not in PEERS:
         return lambda: hybrid_attention(x.q, x.k, x.v, bench.attention, x.params, backend=name)[0], leaves
+    if name in ("packed", "varlen_attn"):
+        return _packed(bench, name, x, leaves)
     qkv = [tensor for tensor in (x.q, x.k, x.v) if tensor.requires_grad]
     if name.startswith("sdpa"):
         return lambda: _softmax(name, x.q, x.k, x.v), qkv
@@ -195,3 +200,33 @@ def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], 
     rate_BTH = torch.full(q.shape[:3], 0.5, device=q.device, dtype=q.dtype)
     options = {"g": decay_BTH, "beta": rate_BTH, "use_qk_l2norm_in_kernel": True}
     return lambda: chunk_gated_delta_rule(q, k, v, **options)[0].transpose(1, 2), leaves
+
+
+def lognormal_lengths(sequences: int, tokens: int, seed: int = 0) -> list[int]:
+    """Lengths that sum to `tokens`, each at least 1; the logarithms have a standard deviation of 1."""
+    share_N = torch.randn(sequences, generator=torch.Generator().manual_seed(seed)).exp()
+    border_N = (share_N.cumsum(0) / share_N.sum() * (tokens - sequences)).round().long()
+    return (torch.diff(border_N, prepend=torch.zeros(1, dtype=torch.int64)) + 1).tolist()
+
+
+def _packed(
+    bench: AttentionBench, name: str, x: Inputs, leaves: list[Tensor]
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    if len(x.q) > 1:
+        _missing("takes one row")
+    lengths = lognormal_lengths(bench.packed_sequences, x.q.shape[2])
+    cu_seqlens = torch.tensor([0, *lengths], device=x.q.device).cumsum(0).int()
+    if name == "packed":
+        return lambda: hybrid_attention(x.q, x.k, x.v, bench.attention, x.params, cu_seqlens=cu_seqlens)[0], leaves
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 has no such argument
+        options["enable_gqa"] = bench.heads != bench.kv_heads
+
+    def softmax() -> Tensor:
+        q, k, v = (tensor.transpose(1, 2)[0] for tensor in (x.q, x.k, x.v))
+        y_THD = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options)
+        return y_THD.transpose(0, 1)[None]
+
+    return softmax, [tensor for tensor in (x.q, x.k, x.v) if tensor.requires_grad]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: command lines, models with random weights, times, memory, the device's own ceilings."""
+"""What the benchmarks share: command lines, models with random weights, times, memory."""
 
 from __future__ import annotations
 
@@ -328,22 +328,6 @@ def memory_gib(device: torch.device) -> dict[str, float | None]:
     return {
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
-    }
-
-
-def ceilings(device: torch.device, *, budget_s: float = 0.5) -> dict[str, float]:
-    """Copy bandwidth (bytes read plus written, TB/s) and bf16 matrix rate (TFLOP/s) of this device."""
-    cuda = device.type == "cuda"
-    numbers = (2**32 if cuda else 2**25) // 2
-    source = torch.empty(numbers, dtype=torch.bfloat16, device=device).normal_()
-    target = torch.empty_like(source)
-    copy = measure([lambda: target.copy_(source)], device, budget_s=budget_s, capture=False)
-    size = 8192 if cuda else 512
-    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    product = measure([lambda: a @ b], device, budget_s=budget_s, capture=False)
-    return {
-        "copy_tb_s": 4 * numbers / copy["median_ms"] / 1e9,
-        "matmul_tflop_s": 2 * size**3 / product["median_ms"] / 1e9,
     }
 
 

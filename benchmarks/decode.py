@@ -1,4 +1,4 @@
-"""Decoding speed and memory of a linearized model, against softmax in the same engine and the device's floor.
+"""Decoding speed and memory of a linearized model, against softmax in the same engine.
 
 python benchmarks/decode.py --model llama3-8b --json benchmarks/results/decode_h200.json
 python benchmarks/decode.py --batches 512 --profile
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from bench_tools import (
-    ceilings,
     check_shape,
     describe,
     free,
@@ -41,19 +40,16 @@ from lolcats.errors import UserError
 from lolcats.generation.runner import Runner
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.provenance import provenance
 
 # throughput: many sequences, linearized; softmax_engine: the same with all heads exact; prefill: prompts, both.
-SHARES = {"throughput": 0.55, "prefill": 0.25, "softmax_engine": 0.2}  # of the time
-SECTIONS = tuple(SHARES)
+SECTIONS = ("throughput", "prefill", "softmax_engine")
 KEYS = dict.fromkeys(SECTIONS, "batch") | {"prefill": "tokens"}
 COLUMNS = {  # of tables and progress: number -> its format
     "tokens_per_s": ",.0f",
     "step_ms": ".3f",
     "step_ms_median": ".3f",
     "step_ms_p90": ".3f",
-    "floor_ms": ".2f",
     "seconds": ".3f",
     "state_mib_per_sequence": ".2f",
     "peak_gib": ".1f",
@@ -65,17 +61,15 @@ NOTES = {
     "weights": "random, of the named shape; times do not depend on their values",
     "throughput": "real prompts are read; steps are greedy, tokens stay on the device; step_ms is the mean over whole"
     " blocks; without read_prompts, one prompt is read and its slot copied to all",
-    "floor": "bytes and FLOPs of a step, counted from the shapes, at the measured ceilings; the larger time of both",
 }
-PREFILL_RUNS = 16
-PREFILL_TURNS, RUNS_IN_TURN = 5, 4
+PREFILL_TURNS, RUNS_IN_TURN = 5, 4  # of calls that take less than a second; else one
 ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
 _GPU = torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
 class DecodeBench:
-    """What to measure. Lists are tried in their order, so that what is missing at the end is the largest."""
+    """What to measure."""
 
     model: str = "llama3-8b" if _GPU else "tiny"
     sections: tuple[str, ...] = SECTIONS
@@ -87,14 +81,13 @@ class DecodeBench:
     blocks: int = 2  # terraced blocks over which steps are timed
     prefill_lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 131072) if _GPU else (256, 1024)
     prefill_chunk: int = 8192 if _GPU else 256  # tokens of one forward pass, over all its sequences
-    seconds: float = 230.0  # for everything; sections stop in time, after what they are at
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     dtype: str = "bfloat16" if _GPU else "float32"
     device: str = "cuda" if _GPU else "cpu"
 
 
 class Session:
-    """One run: the model, the time left, and the rows found so far.
+    """One run: the model, and the rows found so far.
 
     Args:
         keep: called after every row, for instance to write the report to a file.
@@ -104,10 +97,8 @@ class Session:
         self.bench, self.console, self.keep = bench, console, keep
         self.device = torch.device(bench.device)
         self.report: dict[str, Any] = {}
-        self.limits: dict[str, float] = {}  # of the device, see `timing.ceilings`
         self.section = ""
         self._began_s = time.perf_counter()
-        self._ends_s = float("inf")
         self._model: tuple[str, LolcatsForCausalLM] | None = None
 
     def model(self, heads: str = "chosen") -> LolcatsForCausalLM:
@@ -134,35 +125,17 @@ class Session:
             self._model = heads, model
         return self._model[1]
 
-    def begin(self, section: str) -> dict[str, Any]:
-        """Start a section's clock: its share of the time that is left, of what sections to come would get."""
-        names = self.bench.sections
-        shares = [SHARES[name] for name in names[names.index(section) :]]
-        left_s = max(self.bench.seconds - self.elapsed_s, 0.0)
-        self._ends_s = time.perf_counter() + left_s * shares[0] / sum(shares)
-        self.section = section
-        self.report["sections"][section] = {"rows": []}
-        return self.report["sections"][section]
-
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._began_s
 
-    @property
-    def left_s(self) -> float:
-        """Of the section's time; may be negative."""
-        return self._ends_s - time.perf_counter()
-
     def measure(self, row: dict[str, Any], found: Callable[[], dict[str, Any]]) -> None:
         """Add a row with what is `found`, or with the reason why nothing is."""
-        if self.left_s <= 0:
-            row["error"] = "not measured: the section's time was over; raise --seconds"
-        else:
-            free(self.device)
-            try:
-                row |= found()
-            except Exception as error:  # the other rows are still worth something
-                row["error"] = describe(error)
+        free(self.device)
+        try:
+            row |= found()
+        except Exception as error:  # the other rows are still worth something
+            row["error"] = describe(error)
         self.report["sections"][self.section]["rows"].append(row)
         shown = ", ".join(f"{name} {cell}" for name, cell in _cells(row).items())
         key = KEYS[self.section]
@@ -183,15 +156,14 @@ def run(
     """
     _check(bench)
     session = Session(bench, console, keep)
-    session.limits = ceilings(session.device)
     errors = verify_shape(bench.model, bench.attention, ("state", "step"), bench.dtype, bench.device)
-    origin = {"ceilings": session.limits, "provenance": provenance(), "notes": NOTES, "relative_errors": errors}
+    origin = {"provenance": provenance(), "notes": NOTES, "relative_errors": errors}
     session.report |= {"settings": settings_json(bench), **origin, "sections": {}}
     keep(session.report)  # a file that cannot be written shows now
-    session.model()  # apart from the sections' time
     for name in bench.sections:
-        began_s = session.elapsed_s
-        section = session.begin(name)
+        began_s, session.section = session.elapsed_s, name
+        section: dict[str, Any] = {"rows": []}
+        session.report["sections"][name] = section
         try:
             RUN[name](session)
         except Exception as error:  # the other sections are still worth something
@@ -273,13 +245,10 @@ def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]
     runner.decode_greedy(batch, steps=3)  # compiles and captures
     samples_ms = step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
     for _ in range(bench.blocks - 1):
-        if session.left_s < sum(samples_ms) / 1e3:
-            break
         samples_ms += step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
     memory = memory_gib(device)
     logits_BV = runner.decode_greedy(batch)
     step = spread(samples_ms)
-    floor = engine_work(model, bench.prompt_tokens + len(samples_ms) / 2).floor(batch, session.limits)
     return {
         **step,
         "tokens_per_s": batch / step["step_ms"] * 1e3,
@@ -290,8 +259,6 @@ def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]
         "compiled": runner.compiled.works,
         "finite": bool(logits_BV.isfinite().all()),
         **memory,
-        **floor,
-        "share_of_floor": floor["floor_ms"] / step["step_ms"],
     }
 
 
@@ -312,7 +279,8 @@ def prefill(session: Session) -> None:
                 for begin in range(0, len(tokens), chunk):
                     runner.prefill([0], [tokens[begin : begin + chunk]])
 
-            return _timed(read, session, len(tokens)) | {"chunk": min(chunk, len(tokens))}
+            (row,) = _in_turn({heads: lambda _: read()}, session, token_1T).values()
+            return row() | {"chunk": min(chunk, len(tokens))}
 
     def generated(token_1T: torch.Tensor) -> None:
         session.model().generate(token_1T, **ONE_TOKEN)
@@ -352,7 +320,7 @@ def _in_turn(
     errors: dict[str, Exception] = {}
     for turn in range(PREFILL_TURNS):
         for name, call in calls.items():
-            if name in errors or (turn and sum(map(sum, samples_s.values())) / turn > session.left_s / 4):
+            if name in errors or (samples_s[name] and samples_s[name][-1] >= 1.0):
                 continue
             if turn == 0:
                 free(session.device)
@@ -377,19 +345,6 @@ def _in_turn(
         }
 
     return {name: partial(row, name) for name in calls}
-
-
-def _timed(call: Callable[[], object], session: Session, tokens: int) -> dict[str, Any]:
-    """Median of the runs after the first, while time is left; else the first, which may hold compilation."""
-    samples_s: list[float] = []
-    while not samples_s or (
-        # A second run, if it fits; more, if they are short.
-        len(samples_s) < PREFILL_RUNS and samples_s[-1] < session.left_s / (1.5 if len(samples_s) == 1 else 40)
-    ):
-        samples_s.append(_seconds(call, session))
-    seconds = statistics.median(samples_s[1:] or samples_s)
-    kept = {"runs": max(len(samples_s) - 1, 1), "warm": len(samples_s) > 1, **memory_gib(session.device)}
-    return {"seconds": seconds, "tokens_per_s": tokens / seconds, **kept}
 
 
 def _seconds(call: Callable[[], object], session: Session) -> float:
@@ -478,90 +433,6 @@ def original_attention(model: LolcatsForCausalLM) -> Iterator[Any]:
         yield base
     finally:
         base.config._attn_implementation = before
-
-
-# --- the floor ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """Of one step: bytes read and written once for all sequences, bytes and FLOPs of each sequence."""
-
-    weight_bytes: float
-    sequence_bytes: float
-    sequence_flops: float
-
-    def floor(self, batch: int, limits: dict[str, float]) -> dict[str, float]:
-        """Milliseconds and tokens/s at the device's ceilings, if moving and computing overlap perfectly."""
-        moved = self.weight_bytes + batch * self.sequence_bytes
-        flops = batch * self.sequence_flops
-        memory_ms, matmul_ms = moved / limits["copy_tb_s"] / 1e9, flops / limits["matmul_tflop_s"] / 1e9
-        floor_ms = max(memory_ms, matmul_ms)
-        return {
-            "floor_bytes": moved,
-            "floor_flops": flops,
-            "floor_memory_ms": memory_ms,
-            "floor_matmul_ms": matmul_ms,
-            "floor_ms": floor_ms,
-            "floor_tokens_per_s": batch / floor_ms * 1e3,
-        }
-
-
-def engine_work(model: LolcatsForCausalLM, context: float) -> Work:
-    """A step of the linearized model after `context` tokens, its windows full; means over positions.
-
-    Exact heads read all keys and values that they keep and write one pair. Linear heads read the visible ones of the
-    window and write one pair; the state is read once a step, S in the model's type, and written when it changes: once a
-    block in the terraced window, together with reading the block that left. Feature maps count as weights.
-    """
-    weight_bytes, flops = _weights(model)
-    exact = {x.index: len(x.exact) for x in model.config.layer_heads}
-    kept, bits = model.config.attention.exact_tokens, model.config.attention.exact_bits
-    moved, exact_flops = _exact_work(model, context if kept is None else min(context, kept), exact, bits)
-    flops += exact_flops
-    for _, layer in model.linear_layers():
-        spec, H, G, D = layer.config, layer.num_heads, layer.num_kv_heads, layer.head_dim
-        itemsize = model.dtype.itemsize
-        terraced = spec.window == "terraced" and spec.window_size > 0
-        block = spec.window_size if terraced else 1
-        keys = spec.sinks + (spec.reach + (block + 1) / 2 if terraced else spec.window_size)
-        flops += 4 * H * D * keys
-        moved += 2 * G * D * itemsize * (keys + 1)
-        weight_bytes += sum(parameter.nbytes for parameter in layer.parameters())
-        if spec.feature_map is None:
-            continue
-        S, _, P = layer.k_weight.shape
-        F = P * get_feature_map(spec.feature_map).multiple
-        flops += (H + S) * (2 * D * P + 2 * F * (D + 1))  # queries meet the state; one key a step goes into it
-        moved += S * F * ((D + 1) * 4 / block + D * itemsize + 4) + 2 * G * D * itemsize
-    return Work(weight_bytes, moved, flops)
-
-
-def _exact_work(
-    model: LolcatsForCausalLM, context: float, exact: dict[int, int], bits: int | None = None
-) -> tuple[float, float]:
-    """(bytes, FLOPs) of softmax attention over `context` tokens, for so many KV heads of each layer.
-
-    Args:
-        bits: of a number in the cache; None: the model's.
-    """
-    itemsize = model.dtype.itemsize if bits is None else bits / 8
-    moved = flops = 0.0
-    for layer in model.config.layer_heads:
-        moved += 2 * exact[layer.index] * layer.head_dim * itemsize * (context + 2)
-        flops += 4 * exact[layer.index] * layer.num_heads / layer.num_kv_heads * layer.head_dim * (context + 1)
-    return moved, flops
-
-
-def _weights(model: LolcatsForCausalLM) -> tuple[float, float]:
-    """(bytes read, FLOPs a token) of the original model's weights; of the embedding a step reads single rows."""
-    own = {id(parameter) for _, layer in model.linear_layers() for parameter in layer.parameters()}
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    if embedding.weight is not head.weight:
-        own.add(id(embedding.weight))
-    read = [parameter for parameter in model.parameters() if id(parameter) not in own]
-    return sum(x.nbytes for x in read), sum(2 * x.numel() for x in read if x.dim() == 2)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from bench_tools import (
-    ceilings,
     check_shape,
     describe,
     free,
@@ -84,10 +83,9 @@ def run(
         keep: gets the report after every row, so that an interrupted run loses nothing.
     """
     _check(bench)
-    limits = ceilings(torch.device(bench.device))
     rows: list[dict[str, Any]] = []
     errors = verify_shape(bench.model, bench.attention, ("train", "stage1"), bench.dtype, bench.device)
-    origin = {"ceilings": limits, "provenance": provenance(), "relative_errors": errors}
+    origin = {"provenance": provenance(), "relative_errors": errors}
     report = {"settings": settings_json(bench), **origin, "rows": rows}
     keep(report)  # a file that cannot be written shows now
     for micro_batch in bench.micro_batches:

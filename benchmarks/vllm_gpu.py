@@ -1,20 +1,15 @@
 """Speed of vLLM on one GPU or several: its softmax model, ours with linear heads alone, and with some exact heads.
 
-    python benchmarks/vllm_gpu.py --output build/vllm_gpu         # all parts, one process after another
-    python benchmarks/vllm_gpu.py exact --output build/vllm_gpu   # one part; exact-document is another
+    python benchmarks/vllm_gpu.py --output build/vllm_gpu         # all models, one process after another
+    python benchmarks/vllm_gpu.py exact --output build/vllm_gpu   # one
     python benchmarks/vllm_gpu.py linear --shape 405b --gpus 8 --output build/vllm_405b
 
-Each part writes a file after each of its rows; no row takes longer than `--row-seconds`, and none begins after
-`--seconds`. What the files have already is not measured again, so that a run that was cut off can be repeated.
-`table.json` has the rows of all parts.
+Each writes a file after each of its rows; no row takes longer than `--row-seconds`, and none begins after `--seconds`.
+What the files have already is not measured again, so that a run that was cut off can be repeated.
 
 Random weights in the shape of a Llama 3, of 8B by default, which vLLM makes itself; with `--gpus` tensor parallel.
 Prefill is measured on prompts, decoding over contexts that vLLM's DecodeBenchConnector declares read, so that no time
-goes into them. `rows` puts both together: the time of a row is that of its prompts' tokens, and then of its new ones at
-the speed of the middle of the answer with as many sequences as fit at once. Beside it stands a bound: products at 700
-TFLOP/s, weights and caches read at 4.3 TB/s, 0.9 of the memory. CUDA graphs for decoding, no torch.compile. The
-document that all ask about has an engine of its own that caches prefixes; where vLLM takes wrong states from its cache
-(before 0.28), that row says so for our models.
+goes into them. CUDA graphs for decoding, no torch.compile.
 """
 
 from __future__ import annotations
@@ -45,22 +40,15 @@ SHAPES = {name.removeprefix("llama3-"): sizes for name, sizes in KNOWN.items() i
     },
 }
 EXACT_SHARE = 0.12
-# (prompt, new, clients) of the rows; decoding is measured at their middles.
+# What decides most comes first: (tokens of a prompt, prompts) and (context, sequences).
 ROWS = [
-    (1024, 512, 1),
-    (1024, 512, 256),
-    (8192, 512, 256),
-    (32768, 512, 128),
-    (1024, 8192, 512),
-    (2048, 16384, 256),
+    *(("prefill", 8192, 4), ("prefill", 1024, 1)),
+    *(("decode", 1280, 256), ("decode", 1280, 1), ("decode", 33024, 128), ("decode", 5120, 512)),
+    *(("decode", 10240, 256), ("decode", 8448, 256), ("prefill", 1024, 32), ("prefill", 32768, 1)),
 ]
-DOCUMENT = (32768, 512, 256)  # one text that all clients ask about
 SHORTER = {"tiny": 64}  # contexts are divided by this
 MEASURED = 88  # new tokens of a sequence that are measured: more than a window's block, so that one leaves
 MODELS = ("softmax", "linear", "exact")
-PARTS = (*MODELS, *(f"{model}-document" for model in MODELS))
-# The bound.
-FLOPS, BYTES_PER_S, MEMORY_SHARE = 700e12, 4.3e12, 0.9
 BEGIN = time.perf_counter()
 
 
@@ -104,25 +92,23 @@ def prepare(worker: Any) -> dict[str, Any]:
         for tensor in [held] if isinstance(held, torch.Tensor) else held:
             if tensor.numel():
                 torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(60)
-    names = [layer.get_attn_backend().get_name() for layer in layers]
     exact = [layer for layer in layers if not hasattr(layer, "layout")]
     return {
         "softmax_heads": sum(layer.num_heads for layer in exact),
         "state_bytes": sum(layer.layout.nbytes for layer in layers if hasattr(layer, "layout")),
         "token_bytes": sum(4 * layer.num_kv_heads * layer.head_size for layer in exact),
-        "backends": {name: names.count(name) for name in sorted(set(names))},
+        "backends": sorted({layer.get_attn_backend().get_name() for layer in layers}),
     }
 
 
 class Bench:
     """An engine in this process, and what was measured, written to a file after each measurement."""
 
-    def __init__(self, part: str, shape: str, gpus: int, output: Path, more: dict[str, Any]) -> None:
+    def __init__(self, model: str, shape: str, gpus: int, output: Path, more: dict[str, Any]) -> None:
         from vllm import LLM
 
         self.output, self.shorter, self.end = output, SHORTER.get(shape, 1), math.inf
-        self.found: dict[str, Any] = identity(part, shape, gpus)
-        model, _, document = part.partition("-")
+        self.found: dict[str, Any] = identity(model, shape, gpus)
         path = make_folder(model, shape, Path(tempfile.mkdtemp()))
         settings: dict[str, Any] = {
             "load_format": "dummy",
@@ -131,54 +117,31 @@ class Bench:
             "max_model_len": 33280 // self.shorter + MEASURED,
             "max_num_seqs": 512,
             "max_num_batched_tokens": 8192,
-            "enable_prefix_caching": bool(document),
+            "enable_prefix_caching": False,
             "gpu_memory_utilization": 0.92,
             "compilation_config": {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": [1, 8, 32, 64, 104, 128, 176, 256, 512],
             },
-        }
-        if not document:
-            settings["kv_transfer_config"] = {
+            "kv_transfer_config": {
                 "kv_connector": "DecodeBenchConnector",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"fill_mean": 0.015},
-            }
+            },
+        }
         self.llm = LLM(str(path), **(settings | more))
         self.engine: Any = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.filled, self.round = False, 0
         connector = self.scheduler.connector
-        if connector is not None:
-            match = connector.get_num_new_matched_tokens
-            connector.get_num_new_matched_tokens = lambda *args: match(*args) if self.filled else (0, False)
+        match = connector.get_num_new_matched_tokens
+        connector.get_num_new_matched_tokens = lambda *args: match(*args) if self.filled else (0, False)
         self.found |= {"settings": settings | more, "start_s": time.perf_counter() - BEGIN}
-        self.found |= self._sizes(self.llm.collective_rpc(prepare)[0])
-
-    def _sizes(self, held: dict[str, Any]) -> dict[str, Any]:
-        """Bytes of weights, of a sequence's states and of a token's keys and values; how many longest sequences fit.
-
-        Args:
-            held: of one GPU, from `prepare`; the heads are divided among all.
-        """
-        import torch
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
         config = self.engine.vllm_config
-        shared = ("softmax_heads", "state_bytes", "token_bytes")
-        shape = SHAPES[self.found["shape"]]
-        hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-        kv_width = shape["num_key_value_heads"] * hidden // heads
-        block = 2 * hidden * (hidden + kv_width) + 3 * hidden * shape["intermediate_size"]
-        products = shape["num_hidden_layers"] * block
-        return {
-            "weights_bytes": 2 * (products + hidden * shape["vocab_size"]),
-            "products_of_a_token": products,
-            "head_dim": hidden // heads,
-            **held,
-            **{name: held[name] * self.found["gpus"] for name in shared},
-            "memory_bytes": torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None,
+        self.found |= self.llm.collective_rpc(prepare)[0] | {
             "max_model_len": config.model_config.max_model_len,
             "sequences_that_fit": get_max_concurrency_for_kv_cache_config(config, self.scheduler.kv_cache_config),
         }
@@ -241,18 +204,11 @@ class Bench:
     def decode(self, context: int, count: int) -> None:
         """New tokens per second of all sequences together."""
         prompts = self.prompts(context // self.shorter, count)
-        self.record("decode", {"context": context, "asked": count} | self._steady(prompts, filled=True))
+        self.record("decode", {"context": context, "asked": count} | self._steady(prompts))
 
-    def document(self, length: int, count: int) -> None:
-        """The same after one text that all prompts but for their last block share, whose keys are cached."""
-        (text,) = self.prompts(length // self.shorter, 1)
-        self.run([text], 1)
-        entry = self._steady([[*text[:-16], i, *text[-15:]] for i in range(count)], new=2 * MEASURED)
-        self.record("document", {"context": length, "asked": count} | entry)
-
-    def _steady(self, prompts: list[list[int]], *, new: int = MEASURED, filled: bool = False) -> dict[str, Any]:
+    def _steady(self, prompts: list[list[int]]) -> dict[str, Any]:
         """The steps in which as many sequences run as ever fit."""
-        done = self.run(prompts, new, filled=filled)
+        done = self.run(prompts, MEASURED, filled=True)
         most = max(running for _, _, running, _ in done["steps"])
         full = [step for step in done["steps"] if step[2] == most and step[3] >= most]
         full = full[len(full) // 4 :]
@@ -271,66 +227,51 @@ class Bench:
         }
 
 
-def identity(part: str, shape: str, gpus: int) -> dict[str, Any]:
+def identity(model: str, shape: str, gpus: int) -> dict[str, Any]:
     """What measurements in one file have in common."""
     import torch
     import vllm
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    model = part.partition("-")[0]
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
     return {"model": model, "shape": shape, "gpus": gpus, **versions, "device": device}
 
 
-def measure(part: str, arguments: argparse.Namespace) -> None:
-    """What decides most comes first. What fails or takes too long is noted, and tried again in the next run."""
+def measure(model: str, arguments: argparse.Namespace) -> None:
+    """What fails or takes too long is noted, and tried again in the next run."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    from packaging.version import Version
-
-    output = arguments.output / f"{part}.json"
+    output = arguments.output / f"{model}.json"
     before = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    same = identity(part, arguments.shape, arguments.gpus)
+    same = identity(model, arguments.shape, arguments.gpus)
     if before and {name: before.get(name) for name in same} != same:
         raise SystemExit(f"{output} was measured elsewhere, not with {same}: move it away")
-    middles = [(prompt + new // 2, clients) for prompt, new, clients in ROWS]
-    plan: list[tuple[str, tuple[int, int]]] = [("prefill", (8192, 4)), ("prefill", (1024, 1))]
-    plan += [("decode", middles[i]) for i in (1, 0, 3, 4, 5, 2)]
-    plan += [("prefill", (1024, 32)), ("prefill", (32768, 1))]
-    if part.endswith("-document"):
-        plan = [("document", (DOCUMENT[0], DOCUMENT[2]))]
-        if not part.startswith("softmax") and Version(same["vllm"]) < Version("0.28"):
-            reason = f"vLLM {same['vllm']} takes wrong states from its prefix cache; 0.28 and later do not"
-            output.write_text(json.dumps(same | {"skipped": reason}, indent=1), encoding="utf-8")
-            print(part, reason)
-            return
-    done = [tuple(row) for row in before.get("rows", [])]
-    plan = [row for row in plan if (row[0], *row[1]) not in done]
+    plan = [row for row in ROWS if list(row) not in before.get("rows", [])]
     if not plan:
-        print(f"{part}: nothing left to measure")
+        print(f"{model}: nothing left to measure")
         return
-    bench = Bench(part, arguments.shape, arguments.gpus, output, json.loads(arguments.engine))
-    bench.found |= {kind: before[kind] for kind in ("rows", "prefill", "decode", "document") if kind in before}
+    bench = Bench(model, arguments.shape, arguments.gpus, output, json.loads(arguments.engine))
+    bench.found |= {kind: before[kind] for kind in ("rows", "prefill", "decode") if kind in before}
     bench.save()
     bench.run(bench.prompts(1024 // bench.shorter, 8), 8)  # compiles kernels
-    for what, values in plan:
+    for row in plan:
         if time.perf_counter() > BEGIN + arguments.seconds:
-            print(f"{part}: no time left for {what} {values}", flush=True)
+            print(f"{model}: no time left for {row}", flush=True)
             continue
         bench.end = time.perf_counter() + arguments.row_seconds
         try:
-            getattr(bench, what)(*values)
-            bench.record("rows", (what, *values))
+            getattr(bench, row[0])(*row[1:])
+            bench.record("rows", row)
         except Exception as error:  # the others are worth having
-            bench.record("failed", {"what": what, "values": values, "error": repr(error)[:500]})
+            bench.record("failed", {"row": row, "error": repr(error)[:500]})
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """A process for each part, which may end as it likes."""
-    for part in PARTS:
-        command = [sys.executable, __file__, part, "--output", str(arguments.output), "--shape", arguments.shape]
+    """A process for each model, which may end as it likes."""
+    for model in MODELS:
+        command = [sys.executable, __file__, model, "--output", str(arguments.output), "--shape", arguments.shape]
         command += ["--gpus", str(arguments.gpus)]
         command += ["--seconds", str(arguments.seconds), "--row-seconds", str(arguments.row_seconds)]
         try:
@@ -338,77 +279,24 @@ def measure_all(arguments: argparse.Namespace) -> None:
             limit = arguments.seconds + arguments.row_seconds + 60
             subprocess.run([*command, "--engine", arguments.engine], timeout=limit, check=False)
         except subprocess.TimeoutExpired:
-            print(f"{part} did not end after {limit:.0f} s", flush=True)
-
-
-def bound(found: dict[str, Any], prompt: int, new: int, clients: int, texts: int) -> float:
-    """Output tokens per second at most. Products of a state and of a window are not counted."""
-    attention = 2 * found["softmax_heads"] * found["head_dim"] * prompt**2
-    prefill_s = texts * (2 * found["products_of_a_token"] * prompt + attention) / FLOPS
-    own = found["token_bytes"] * (prompt + new // 2) + found["state_bytes"]  # of a sequence
-    shared = found["token_bytes"] * prompt if texts < clients else 0  # of all
-    own -= shared
-    gpus = found.get("gpus", 1)
-    room = gpus * MEMORY_SHARE * found["memory_bytes"] - found["weights_bytes"] - shared
-    together = max(1, min(clients, math.floor(room / own)))
-    reads_s = (found["weights_bytes"] + shared + together * own) / BYTES_PER_S
-    products_s = together * found["weights_bytes"] / FLOPS  # two operations for each weight of two bytes
-    return gpus * clients * new / (prefill_s + new * clients / together * max(reads_s, products_s))
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Output tokens per second of each row and model, its share of the bound, and how many sequences ran at once."""
-    table = []
-    files = {part: folder / f"{part}.json" for part in PARTS}
-    found_of = {part: json.loads(x.read_text(encoding="utf-8")) for part, x in files.items() if x.exists()}
-    models = {part: found_of[part] for part in MODELS if part in found_of}
-    for prompt, new, clients, texts in [(*row, row[2]) for row in ROWS] + [(*DOCUMENT, 1)]:
-        row: dict[str, Any] = {"prompt": prompt, "texts": texts, "new": new, "clients": clients}
-        for model, found in models.items():
-            if texts < clients:
-                shared = found_of.get(f"{model}-document", {})
-                same = shared.get("document", [])
-                if "skipped" in shared:
-                    row[f"{model}, skipped"] = shared["skipped"]
-            else:
-                same = [
-                    e for e in found.get("decode", []) if (e["context"], e["asked"]) == (prompt + new // 2, clients)
-                ]
-            near = [e for e in found.get("prefill", []) if texts > 1 or e["count"] == 1]
-            near.sort(key=lambda e: (abs(e["length"] - prompt), -e["count"]))
-            if same and near:
-                decode = max(same, key=lambda e: e["context"])
-                seconds = texts * prompt / near[0]["tokens_per_s"] + clients * new / decode["tokens_per_s"]
-                row[model] = clients * new / seconds
-                row[f"{model}, at once"] = decode["running"]
-                if found["memory_bytes"]:
-                    row[f"{model} / bound"] = row[model] / bound(found, prompt, new, clients, texts)
-        for model in ("linear", "exact"):
-            if model in row and "softmax" in row:
-                row[f"{model} / softmax"] = row[model] / row["softmax"]
-        table.append(row)
-    return table
+            print(f"{model} did not end after {limit:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("all", *PARTS), nargs="?", default="all")
+    parser.add_argument("model", choices=("all", *MODELS), nargs="?", default="all")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     parser.add_argument("--gpus", type=int, default=1, help="over which heads are divided")
     parser.add_argument("--output", type=Path, default=Path("build/vllm_gpu"), help="folder")
-    parser.add_argument("--seconds", type=float, default=200, help="of a part, after which no row is measured")
+    parser.add_argument("--seconds", type=float, default=200, help="of a model, after which no row is measured")
     parser.add_argument("--row-seconds", type=float, default=60, help="of a row")
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, as JSON")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    if arguments.part == "all":
+    if arguments.model == "all":
         measure_all(arguments)
     else:
-        measure(arguments.part, arguments)
-    table = arguments.output / "table.json"
-    table.write_text(json.dumps(rows(arguments.output), indent=1), encoding="utf-8")
-    if arguments.part == "all":
-        print(table.read_text(encoding="utf-8"))
+        measure(arguments.model, arguments)
 
 
 if __name__ == "__main__":

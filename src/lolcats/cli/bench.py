@@ -15,7 +15,7 @@ SCRIPTS = {
     " versions.",
     "train": "Both training stages on a model with random weights; beside them its plain forward pass and LoRA with"
     " softmax.",
-    "decode": "Generation with a model of random weights: linearized, with softmax, and the device's floor.",
+    "decode": "Generation with a model of random weights: linearized, and with softmax.",
 }
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 

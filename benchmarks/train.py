@@ -160,7 +160,7 @@ def updates(
         config = AdjustSection(**common, **adjust)
         stage = AdjustStage(model, config, data, group=group, report=console.print)
     with fused_kernels(model, bench.fused_kernels, console.print):
-        trainer = Trainer(stage, data, config, seed=0, group=group)
+        trainer = Trainer(stage, data, config, seed=0)
         yield trainer.update
     stage.step.release()
 

@@ -286,7 +286,6 @@ def _train(run: Run, stage: TransferStage | GateStage | AdjustStage) -> None:
             resume=run.resume,
             progress=Progress(run.console, run.tracking),
             fingerprint=run.identity(stage.name, stage.validation),
-            group=run.group,
         )
     run.report["stages"][stage.name] = stage_summary(result)
     stage.release()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lolcats.config import OptimSection
+from lolcats.parallel.group import SINGLE
 from lolcats.training.device import to_device
 from lolcats.training.loop import train
 from lolcats.training.stage import TrainState, weights_of
@@ -49,6 +50,7 @@ class ToyStage:
     name = "toy"
     metric = "loss"
     by_labels = False
+    group = SINGLE
 
     def __init__(
         self,

@@ -83,8 +83,13 @@ def export(
                 write_configuration(written, staging, dtype)
                 finish = _finisher(linearized, dtype)
 
+                def layer_of(item: tuple[str, Tensor]) -> str:
+                    """As layouts on disk differ from those in memory within layers; else the weight's name."""
+                    found = re.match(r".*?\.\d+\.", item[0])
+                    return found[0] if found else item[0]
+
                 def stored() -> Weights:
-                    for _, members in groupby(named, key=lambda item: _layer_of(item[0])):
+                    for _, members in groupby(named, key=layer_of):
                         content = dict(finish(name, tensor) for name, tensor in members)
                         if as_base:
                             content = {
@@ -176,12 +181,6 @@ def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[
         return name, tensor.to(kept)
 
     return finish
-
-
-def _layer_of(name: str) -> str:
-    """The decoder layer of a weight, as layouts on disk differ from those in memory within layers; else its name."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else name
 
 
 def write_configuration(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:

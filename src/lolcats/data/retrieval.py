@@ -6,16 +6,12 @@ two splits share nothing: "train" and "test" have other templates, other words a
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +24,6 @@ from lolcats.errors import UserError
 
 Split = Literal["train", "test"]
 STREAMS = {"train": 3, "test": 4}  # first number of every seed
-DEMO = Path(__file__).parent / "demo" / "openstax.jsonl.gz"
 TEST_SHARE = 5  # one part in so many of the haystack and of the words is for tests
 
 KINDS = ("needle", "needles", "phone_book", "pairs", "copy_100", "copy_400", "copy_900")
@@ -317,12 +312,6 @@ def _is_test(word: str) -> bool:
 def _common_words() -> list[str]:
     """Plain words of four to eight letters that the shipped text has three times or more, in alphabetical order."""
     counts: Counter[str] = Counter()
-    for text in _demo_texts():
+    for text in open_source(DataSource(path="demo")).rows()["text"]:
         counts.update(re.findall(r"\b[a-z]{4,8}\b", text))
     return sorted(word for word, count in counts.items() if count >= 3)
-
-
-def _demo_texts() -> Iterator[str]:
-    with gzip.open(DEMO, "rt", encoding="utf-8") as stream:
-        for line in stream:
-            yield json.loads(line)["text"]

@@ -32,7 +32,8 @@ def keep_activations(model: Any) -> None:
 
 def explain_out_of_memory(error: BaseException, stage: str, config: OptimSection, device: torch.device) -> str | None:
     """What to change, with the values in force, if `error` says that memory is exhausted; else None."""
-    if not _is_out_of_memory(error):
+    signs = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+    if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(sign in str(error) for sign in signs):
         return None
     changes = [
         f"{stage}.{name}={json.dumps(least)} (now {json.dumps(value)})"
@@ -40,14 +41,6 @@ def explain_out_of_memory(error: BaseException, stage: str, config: OptimSection
         if (value := getattr(config, name, least)) != least
     ]
     return f"out of {device} memory. Less is needed with {', '.join([*changes, 'a lower data.sequence_length'])}."
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error)
-    signs = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
-    return any(sign in text for sign in signs)
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -185,7 +185,8 @@ def _loss_and_gradient(
     product_LV: Tensor, label_L: Tensor, head: LanguageHead, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """[L] cross-entropy and its gradient of the head's products [L, V], which may be overwritten."""
-    if head.softcap is None and _has_kernel(product_LV):
+    fits = product_LV.is_cuda and product_LV.is_contiguous() and product_LV.dtype != torch.float64
+    if HAS_TRITON and head.softcap is None and fits:
         from lolcats.ops.cross_entropy_kernel import cross_entropy_and_gradient_  # imports Triton
 
         factor = (head.multiply or 1.0) / (head.divide or 1.0)
@@ -195,7 +196,3 @@ def _loss_and_gradient(
         loss_L = cross_entropy(head.finish(product_LV).float(), label_L, reduction="none")
         gradient_LV = torch.autograd.grad(loss_L.sum(), product_LV)[0] if wanted else None
     return loss_L.detach(), gradient_LV
-
-
-def _has_kernel(logits_LV: Tensor) -> bool:
-    return HAS_TRITON and logits_LV.is_cuda and logits_LV.is_contiguous() and logits_LV.dtype != torch.float64

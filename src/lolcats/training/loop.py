@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
 from lolcats.data.packed import BatchSampler, PackedDataset
 from lolcats.errors import Terminated, UserError
-from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import Checkpoint
 from lolcats.training.device import explain_out_of_memory, peak_memory_bytes, random_state, set_random_state
 from lolcats.training.folder import StageFolder
@@ -48,12 +47,13 @@ def train(
     resume: bool = False,
     progress: Progress | None = None,
     fingerprint: dict[str, Any] | None = None,
-    group: Group = SINGLE,
 ) -> TrainState:
     """Train a stage and leave the best weights in it.
 
-    Interrupted and resumed, it ends with the same weights as an unbroken run, bit for bit on a CPU. A stage
-    that was already finished is not trained again: its best weights are loaded.
+    The processes of `stage.group` train together, each on its share of every batch: the same number of micro-batches
+    (`parallel.group.fit_micro_batches`). Their number may change on resuming: batches and decisions are the same for
+    any, and sums differ by rounding. Interrupted and resumed, it ends with the same weights as an unbroken run, bit for
+    bit on a CPU. A stage that was already finished is not trained again: its best weights are loaded.
 
     Args:
         seed: of the data order and of torch's global generators (dropout), which are seeded at the beginning
@@ -63,9 +63,6 @@ def train(
         progress: where to report; closed in the end. None: nowhere.
         fingerprint: plain values which, with `config`, `seed` and `dataset`, decide the result. They are kept
             in the checkpoints, and resuming with other values is refused.
-        group: the processes that train together, each on its share of every batch: the same number of micro-batches
-            (`parallel.group.fit_micro_batches`). Their number may change on
-            resuming: batches and decisions are the same for any, and sums differ by rounding.
 
     Raises:
         TrainingDiverged: something became NaN or infinite. Nothing trained with it was kept.
@@ -79,10 +76,10 @@ def train(
             directory,
             stage_fingerprint(config, dataset, seed, fingerprint or {}),
             progress.message,
-            group,
+            stage.group,
             weights_of(stage),
         )
-        trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress)
+        trainer = Trainer(stage, dataset, config, seed, progress)
         with SigtermWatch() as sigterm:
             return trainer.run(folder, sigterm, resume)
     finally:
@@ -141,11 +138,9 @@ class Trainer:
         dataset: PackedDataset,
         config: OptimSection,
         seed: int,
-        *,
-        group: Group = SINGLE,
         progress: Progress | None = None,
     ) -> None:
-        self.stage, self.config, self.seed, self.group = stage, config, seed, group
+        self.stage, self.config, self.seed, self.group = stage, config, seed, stage.group
         self.progress = progress or Progress()
         self.dataset, self.sampler = dataset, BatchSampler(len(dataset), config.batch_size, seed)
         self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
@@ -155,7 +150,7 @@ class Trainer:
         self.blocks = [BlockOptimizer(block, config, self.total_steps, stage.lr_factors) for block in groups]
         self.device = next(iter(groups[0].values())).device
         whole = [weight for weight in weights_of(stage).values() if not isinstance(weight, DTensor)]
-        group.broadcast_(whole)  # all ranks begin with the same
+        self.group.broadcast_(whole)  # all ranks begin with the same
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 

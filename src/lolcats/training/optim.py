@@ -79,8 +79,9 @@ class BlockOptimizer:
         if self.config.clip_norm is not None:
             # as torch.nn.utils.clip_grad_norm_, which cannot take both kinds
             factor = (self.config.clip_norm / (torch.linalg.vector_norm(norms_P) + 1e-6)).clamp(max=1.0)
-            for gradient_group in _by_device(gradients):
-                torch._foreach_mul_(gradient_group, factor.to(gradient_group[0].device))
+            for device in {gradient.device for gradient in gradients}:
+                own = [gradient for gradient in gradients if gradient.device == device]
+                torch._foreach_mul_(own, factor.to(device))
         for group in self.adamw.param_groups:
             group["lr"] = self.lr(update) * group["lr_factor"]
         self.adamw.step()
@@ -120,13 +121,6 @@ class BlockOptimizer:
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _by_device(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return list(groups.values())
 
 
 def _gradient_norms(parameters: dict[str, nn.Parameter], gradients: list[Tensor]) -> Tensor:

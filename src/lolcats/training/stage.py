@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lolcats.parallel.group import Group
+
 
 class Stage(Protocol):
     """What a training stage gives the loop."""
@@ -20,6 +22,10 @@ class Stage(Protocol):
     @property
     def metric(self) -> str:
         """Key of `evaluate()` that selects the best weights; lower is better."""
+
+    @property
+    def group(self) -> Group:
+        """The processes that train together and share the evaluations."""
 
     @property
     def by_labels(self) -> bool:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from lolcats.serving import server as serving
-from lolcats.serving import vllm_server
 
 
 @pytest.fixture
 def started(monkeypatch, replace_module):
     """What would have been started; nothing is loaded or run."""
     calls = SimpleNamespace(vllm=[], engines=[], servers=[], ran=[], ended=[])
-    monkeypatch.setattr(vllm_server.os, "execve", lambda *arguments: calls.vllm.append(arguments))
+    monkeypatch.setattr(os, "execve", lambda *arguments: calls.vllm.append(arguments))
     replace_module("lolcats.evaluation.load", load_model=lambda path, **options: (path, options))
 
     def make_engine(model, tokenizer, **options):

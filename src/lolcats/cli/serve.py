@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,12 +64,11 @@ def serve(
 
       lolcats serve out/ --engine vllm -- --max-num-batched-tokens 4096
     """
-    from lolcats.serving.vllm_server import become_vllm, vllm_command, vllm_installed
-
     name = served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    if engine == "vllm" and not vllm_installed():
+    has_vllm = importlib.util.find_spec("vllm") is not None  # whatever its distribution is called
+    if engine == "vllm" and not has_vllm:
         raise UserError('vLLM is not installed: pip install "lolcats[vllm]", or use --engine lolcats')
-    if engine != "lolcats" and vllm_installed():
+    if engine != "lolcats" and has_vllm:
         own = settings | load.given
         attention = {name: own[name] for name in ATTENTION_OPTIONS if name in own}
         known = {*attention, "cors", "max_slots", "max_length", "dtype", "trust_remote_code"}
@@ -85,11 +87,9 @@ def serve(
             "hf-overrides": {"attention": attention} if attention else None,
             "allowed-origins": own.get("cors"),
         }
-        command = vllm_command(flags, ctx.args)
         why = "as it is installed; --engine lolcats asks for the built-in one" if engine == "auto" else "as asked for"
         notes().print(f"engine: vLLM, {why}", highlight=False, soft_wrap=True)
-        notes().print(f"[dim]starting vLLM: {' '.join(command[1:])}[/]", highlight=False, soft_wrap=True)
-        become_vllm(command, api_key)
+        _become_vllm(flags, ctx.args, api_key)
         return
     if ctx.args:
         raise UserError(f"only vLLM's server takes flags after --; got {' '.join(ctx.args)}")
@@ -115,3 +115,24 @@ def serve(
             server.run([socket])
         finally:
             runs.shutdown(drain=False)  # after a second signal the server left it running
+
+
+def _become_vllm(flags: dict[str, Any], more: list[str], api_key: str | None) -> None:
+    """Replace this process by vLLM's server.
+
+    Args:
+        flags: value of each of its flags; None leaves it out, True is the flag alone.
+        more: words that come last and win.
+    """
+    # Not `vllm serve`: that program is missing from some builds, the module never is.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for flag, value in flags.items():
+        if value is not None:
+            text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+            command += [f"--{flag}"] if value is True else [f"--{flag}", text]
+    command += more
+    notes().print(f"[dim]starting vLLM: {' '.join(command[1:])}[/]", highlight=False, soft_wrap=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The key goes through the environment: arguments can be read by everybody.
+    os.execve(command[0], command, os.environ | ({} if api_key is None else {"VLLM_API_KEY": api_key}))

@@ -14,8 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
-from lolcats.evaluation.lm_eval_model import LolcatsLM
-from lolcats.evaluation.lm_eval_run import run_tasks
+from lolcats.evaluation.lm_eval_run import LolcatsLM, run_tasks
 from lolcats.evaluation.programs import pass_at, passes
 from lolcats.evaluation.tasks import check_names, load_tasks
 

@@ -17,8 +17,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
-from lolcats.evaluation.lm_eval_model import LolcatsLM
-from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks
+from lolcats.evaluation.lm_eval_run import LolcatsLM, lm_eval_set_up, run_tasks
 from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks, task_manager
 
 NAMES = list(PAPER_NAMES)

@@ -62,7 +62,7 @@ def test_task_numbers(folder, tasks, monkeypatch) -> None:
     from vllm import LLM  # noqa: F401  # chooses its platform by the distribution's version, too
     from vllm_kit import stop
 
-    from lolcats.evaluation.lm_eval_model import LolcatsLM
+    from lolcats.evaluation.lm_eval_run import LolcatsLM
 
     # lm-eval asks for the version of the distribution `vllm`, which the CPU build is not.
     version = importlib.metadata.version

@@ -29,8 +29,6 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Sample from this share of probability, above 0 to 1.")] = 0.9,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0: from all.")] = 0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of the conversation, if the model has exact heads.")
@@ -54,8 +52,7 @@ def chat(
     from lolcats.generation.engine import Engine
     from lolcats.generation.sampling import user_params
 
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
-    params = user_params(max_new_tokens=max_new_tokens, **sampling)
+    params = user_params(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     loaded, tokenizer = load(model)
     # A thread of its own, so that Ctrl-C reaches this one at once.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:

@@ -245,13 +245,11 @@ def _plain_values(config: AttentionConfig) -> dict[str, Any]:
 def _checked(name: str, value: Any, expected: tuple[Any, ...], limits: Any) -> Any:
     """`value`, if it is one of the choices or has one of the types expected and is within the limits."""
     choices = [choice for part in expected for choice in (get_args(part) or (part,))]
-    types = tuple(choice for choice in choices if isinstance(choice, type))
-    if float in types and isinstance(value, int) and not isinstance(value, bool):
+    if float in choices and type(value) is int:
         value = float(value)
-    if {int, str} <= set(types) and isinstance(value, str) and value.isdigit():  # as a command line has it
+    if int in choices and str in choices and isinstance(value, str) and value.isdigit():  # as a command line has it
         value = int(value)
-    allowed = (isinstance(value, types) and (not isinstance(value, bool) or bool in types)) or value in choices
-    if not allowed:
+    if type(value) not in choices and value not in choices:
         named = (choice.__name__ if isinstance(choice, type) else repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r}: expected {' or '.join(named)}".replace("NoneType", "None"))
     for limit, (holds, words) in _LIMITS.items():

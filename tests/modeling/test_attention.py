@@ -1,4 +1,4 @@
-"""Masks, packed documents, observers and softmax attention by itself."""
+"""Masks, packed documents and observers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from lolcats.modeling import attention, softmax
+from lolcats.modeling import attention
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
@@ -135,70 +135,6 @@ def test_observers_see_what_the_layer_sees(kit, family):
         assert [seen[i][5]["sliding_window"] for i in (0, 1)] == [6, None]
     if family == "gpt-oss":
         assert seen[0][5]["sink_logits"].shape == (4,)
-
-
-def plain_softmax_attention(q, k, v, scale, softcap, sink_logits, sliding_window, mask, cu_seqlens):
-    """One query after another, in float64."""
-    heads, tokens, keys = q.shape[1], q.shape[2], k.shape[2]
-    k = k.repeat_interleave(heads // k.shape[1], 1)
-    v = v.repeat_interleave(heads // v.shape[1], 1)
-    out = torch.zeros_like(q)
-    begins = [0] if cu_seqlens is None else cu_seqlens.tolist()
-    for b in range(q.shape[0]):
-        for i in range(tokens):
-            at = keys - tokens + i
-            first = 0 if sliding_window is None else max(at - sliding_window + 1, 0)
-            first = max(first, *(begin - b * keys for begin in begins if begin <= b * keys + at), 0)
-            seen = [j for j in range(first, at + 1) if mask is None or mask[b, j]]
-            if not seen:
-                continue
-            for h in range(heads):
-                score = k[b, h, seen] @ q[b, h, i] * scale
-                if softcap is not None:
-                    score = softcap * torch.tanh(score / softcap)
-                extra = 0 if sink_logits is None else sink_logits[h].exp()
-                weight = score.exp() / (score.exp().sum() + extra)
-                out[b, h, i] = weight @ v[b, h, seen]
-    return out
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("sliding_window", [None, 4])
-@pytest.mark.parametrize("layout", ["plain", "padded", "packed", "longer", "one", "one-padded"])
-def test_softmax_attention(softcap, sinks, sliding_window, layout, monkeypatch):
-    monkeypatch.setattr(softmax, "QUERY_BLOCK", 5)  # several blocks
-    tokens = {"longer": 6}.get(layout, 1 if layout.startswith("one") else 13)
-    q = torch.randn(2, 4, tokens, 8, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 2, 13, 8, dtype=torch.float64)
-    call = {
-        "scale": 0.7,
-        "softcap": softcap,
-        "sink_logits": torch.randn(4, dtype=torch.float64) if sinks else None,
-        "sliding_window": sliding_window,
-        "mask": None,
-        "cu_seqlens": None,
-    }
-    real = torch.ones(2, tokens, dtype=torch.bool)
-    if layout.endswith("padded"):
-        call["mask"] = torch.arange(13) >= torch.tensor([[0], [5]])
-        real = call["mask"][:, -tokens:]
-    if layout == "packed":
-        call["cu_seqlens"] = torch.tensor([0, 4, 13, 19, 20, 26])
-    y = softmax_attention(q, k, v, **call)
-    expected = plain_softmax_attention(q, k, v, **call)
-    real = real[:, None, :, None].expand_as(y)
-    torch.testing.assert_close(y[real], expected[real])
-    assert y.isfinite().all()
-
-
-def test_one_query_that_is_padding_is_finite():
-    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[1] = False
-    y = softmax_attention(q, k, v, mask=mask)
-    assert y.isfinite().all()
-    torch.testing.assert_close(y[1], v[1, :, -1:].repeat_interleave(2, 0))  # it sees only itself
 
 
 def test_dropout_is_applied_by_softmax_layers_only(make_linear, kit):

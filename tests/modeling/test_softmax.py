@@ -1,46 +1,107 @@
-"""Softmax attention of queries after a past, in one piece and in two, against all scores written out."""
+"""Softmax attention against its definition: windows, sinks, padding, documents, scores, queries after a past."""
 
-import math
+from __future__ import annotations
 
 import pytest
 import torch
+from softmax_written_out import written_out
 
 from lolcats.modeling import softmax
+from lolcats.modeling.softmax import softmax_attention
+
+TOKENS = 33
+MASKS = {
+    "whole": {},
+    "left padding": {"mask": torch.arange(TOKENS) >= torch.tensor([[0], [14], [30]])},
+    "holes": {"mask": torch.rand(3, TOKENS, generator=torch.Generator().manual_seed(0)) > 0.4},
+    "documents": {"cu_seqlens": torch.tensor([0, 3, 17, 33, 66, 70, 99])},
+}
+SCORES = {"plain": {}, "softcap": {"softcap": 2.0}, "sink logits": {"sink_logits": torch.tensor([0.3, -1.0, 0.0, 2.0])}}
 
 
-def scores_written_out(q, k, v, scale):
-    tokens, keys = q.shape[2], k.shape[2]
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in (k, v))
-    hidden = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).triu(keys - tokens + 1)
-    return (q.double() @ k.mT * scale).masked_fill(hidden, -math.inf).softmax(-1) @ v
+WINDOWS = [(None, None), (4, None), (5, 2), (1, 0), (4, 7), (31, 1), (40, 1)]
 
 
-def case(tokens, keys, device, dtype, head_dim=16):
-    generator = torch.Generator().manual_seed(tokens)
-    shapes = [(2, 4, tokens), (2, 2, keys), (2, 2, keys)]
-    return [torch.randn(*shape, head_dim, generator=generator).to(device, dtype) for shape in shapes]
+def random_qkv(device="cpu", dtype=torch.float32, head_dim=8, tokens=TOKENS, batch=3):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(batch, n, tokens, head_dim, generator=generator).to(device, dtype) for n in (4, 2, 2)]
 
 
-@pytest.mark.parametrize(("tokens", "keys"), [(2, 3), (70, 71), (65, 200), (3, 300)])
-def test_after_a_past(tokens, keys, monkeypatch):
-    q, k, v = case(tokens, keys, "cpu", torch.float32)
-    expected = scores_written_out(q, k, v, 0.3)
-    y = softmax.softmax_attention(q, k, v, scale=0.3)
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
-    q.requires_grad_()  # masked, in one piece
-    torch.testing.assert_close(softmax.softmax_attention(q, k, v, scale=0.3).double(), expected, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(torch, "sigmoid", lambda x: torch.full_like(x, 0.5))  # a wrong share is found
-    wrong = softmax.softmax_attention(q.detach(), k, v, scale=0.3)
-    assert (wrong - expected).abs().max() > 0.01
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("layout", MASKS)
+@pytest.mark.parametrize(("window", "sinks"), WINDOWS)
+def test_softmax_attention_is_the_definition(window, sinks, layout, scores, monkeypatch):
+    monkeypatch.setattr(softmax, "QUERY_BLOCK", 8)
+    (q, k, v), given = random_qkv(), MASKS[layout] | SCORES[scores]
+    real = given.get("mask", torch.ones(3, TOKENS)).bool()[:, None, :, None]
+    expected = written_out(q, k, v, window=window, sinks=sinks, **given)
+    for past in (0,) if layout == "documents" else (0, 1, 20, TOKENS - 1):
+        for past_q in (q[:, :, past:], q[:, :, past:].clone().requires_grad_()):
+            y = softmax_attention(past_q, k, v, sliding_window=window, sinks=sinks, **given)
+            assert y.isfinite().all()
+            torch.testing.assert_close(
+                *(x * real[:, :, past:] for x in (y, expected[:, :, past:])), rtol=1e-4, atol=1e-5
+            )
+    if window is not None and window < 30:
+        wrong = softmax_attention(q, k, v, sliding_window=window + 1, sinks=sinks, **given)
+        assert ((wrong - expected) * real).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "sinks"), [(5, 2), (1, 0), (4, 7), (31, 1)])
+@pytest.mark.parametrize("past", [0, 1, 3, 20])
+def test_a_window_without_masks(window, sinks, past, without_masks):
+    """The keys before the first query may be those alone that it needs."""
+    q, k, v = random_qkv()
+    expected, place = written_out(q, k, v, window=window, sinks=sinks)[:, :, past:], torch.arange(TOKENS)
+    kept = (place < sinks) | (place > past - window)
+    for keep, where in ((slice(None), {}), (kept, {"position": place[kept][None], "in_order": True})):
+        given = q[:, :, past:], k[:, :, keep], v[:, :, keep]
+        y = softmax_attention(*given, sliding_window=window, sinks=sinks, **where)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    assert len(without_masks) == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (256, 4)])
+@pytest.mark.parametrize("past", [0, 700, 1499])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("tokens", "keys"), [(2, 3), (65, 200), (1024, 4099)])
-def test_after_a_past_on_a_gpu(tokens, keys, head_dim):
-    q, k, v = case(tokens, keys, "cuda", torch.bfloat16, head_dim)
-    assert softmax._gives_log_sums(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
-    y = softmax.softmax_attention(q, k, v, scale=0.1)
-    expected = scores_written_out(q, k, v, 0.1)
-    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1e-2)  # bfloat16 has 8 bits
+@torch.no_grad()
+def test_on_a_gpu(head_dim, past, window, sinks):
+    q, k, v = random_qkv("cuda", torch.bfloat16, head_dim, 1500, 2)
+    assert softmax.takes_window(q, k, v)
+    y = softmax_attention(q[:, :, past:], k, v, sliding_window=window, sinks=sinks)
+    place = torch.arange(1500, device="cuda")
+    query = place[past:, None]
+    seen = place <= query
+    if window is not None:
+        seen &= (place > query - window) | (place < sinks)
+    k, v = (x.repeat_interleave(2, 1).float() for x in (k, v))
+    score = q[:, :, past:].float() @ k.mT / head_dim**0.5
+    torch.testing.assert_close(y.float(), score.masked_fill(~seen, -torch.inf).softmax(-1) @ v, rtol=2e-2, atol=1e-2)
+
+
+def test_gradients_are_those_of_the_definition():
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 2, 24, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    given = {"sinks": 3, "mask": torch.arange(24) >= torch.tensor([[0], [9]])}
+    weight = torch.randn(2, 2, 24, 8, dtype=torch.float64) * given["mask"][:, None, :, None]
+
+    def gradients(y):
+        return torch.autograd.grad((y * weight).sum(), tensors)
+
+    found = gradients(softmax_attention(*tensors, sliding_window=6, **given))
+    expected = gradients(written_out(*tensors, window=6, **given))
+    torch.testing.assert_close(found, expected)
+    wrong = gradients(softmax_attention(*tensors, sliding_window=7, **given))
+    assert (wrong[1] - expected[1]).abs().max() > 1e-3
+
+
+def test_one_query_that_is_padding_is_finite():
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1] = False
+    y = softmax_attention(q, k, v, mask=mask)
+    assert y.isfinite().all()
+    torch.testing.assert_close(y[1], v[1, :, -1:].repeat_interleave(2, 0))  # it sees only itself

@@ -41,9 +41,10 @@ def cache_bytes(
 
 def cache_sizes(config: LolcatsConfig, tokens: int, dtype: torch.dtype) -> list[int]:
     """Bytes of one sequence's cache after `tokens` tokens, and with the base model's softmax attention in all heads."""
-    every = [replace(layer, exact=tuple(range(layer.num_kv_heads))) for layer in config.layer_heads]
-    softmax = sum(_exact_bytes(layer, native_window(config, layer), tokens, dtype) for layer in every)
-    return [cache_bytes(config, tokens, dtype), softmax]
+    base = copy.copy(config)
+    base.attention = replace(config.attention, exact_window=None, exact_bits=None)
+    base.layer_heads = [replace(layer, exact=tuple(range(layer.num_kv_heads))) for layer in config.layer_heads]
+    return [cache_bytes(config, tokens, dtype), cache_bytes(base, tokens, dtype)]
 
 
 def cache_report(config: LolcatsConfig, dtype: torch.dtype) -> dict[str, int]:
@@ -147,30 +148,16 @@ def native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:
     return getattr(config.text_config, "sliding_window", None)
 
 
-def _kept_tokens(config: LolcatsConfig, layer: LayerHeads) -> int | None:
-    """Tokens that exact heads of a layer keep at most; None: all."""
-    native, attention = native_window(config, layer), config.attention
-    if native is not None or attention.exact_tokens is None:
-        return native
-    return attention.exact_tokens + attention.sinks
-
-
-def _token_bytes(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values in the exact heads of a layer."""
-    if config.attention.exact_bits is None or native_window(config, layer) is not None:
-        return _exact_bytes(layer, None, 1, dtype)
-    return _exact_bytes(replace(layer, head_dim=layer.head_dim + FACTOR_BYTES), None, 1, torch.int8)
-
-
 def _kept_bytes(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of the keys and values that exact heads of a layer keep."""
-    kept = _kept_tokens(config, layer)
-    return _token_bytes(config, layer, dtype) * (tokens if kept is None else min(tokens, kept))
-
-
-def _exact_bytes(layer: LayerHeads, window: int | None, tokens: int, dtype: torch.dtype) -> int:
-    kept = tokens if window is None else min(tokens, window)
-    return 2 * len(layer.exact) * layer.head_dim * kept * dtype.itemsize
+    most, columns, attention = native_window(config, layer), layer.head_dim, config.attention
+    if most is None:
+        if attention.exact_tokens is not None:
+            most = attention.exact_tokens + attention.sinks
+        if attention.exact_bits is not None:
+            columns, dtype = columns + FACTOR_BYTES, torch.int8
+    kept = tokens if most is None else min(tokens, most)
+    return 2 * len(layer.exact) * columns * kept * dtype.itemsize
 
 
 def _state_bytes(layer: LayerHeads, attention: AttentionConfig, dtype: torch.dtype) -> int:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file, is_gguf_available
+from transformers.utils import cached_file
 
 from lolcats.errors import UserError
 from lolcats.modeling.quantised import forget_quantisation
@@ -26,27 +22,6 @@ def dequantizing() -> dict[str, Any]:
     if not hasattr(transformers, "GgufConfig"):
         return {}
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
-
-
-@contextmanager
-def read_once() -> Iterator[None]:
-    """While this lasts, transformers parses a file's vocabulary once, and builds gguf's table of names once.
-
-    Left alone it parses the file for configuration, tokenizer and weights anew, and builds the table for each of the
-    model's modules: of 16 s in which SmolLM2-135M loads, 10.
-    """
-    if not is_gguf_available():  # of which transformers says more
-        yield
-        return
-    gguf: Any = importlib.import_module("gguf")
-    own = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in own.items():
-        setattr(gguf, name, cache(function))
-    try:
-        yield
-    finally:
-        for name, function in own.items():
-            setattr(gguf, name, function)
 
 
 def fix(model: PreTrainedModel, tokenizer: Any, path: str, name: str, revision: str | None) -> None:

@@ -139,53 +139,33 @@ class HybridAttention(nn.Module):
         y_BHTD, state = hybrid_attention(q_BHTD, k_BGTD, self._as_wide(v_BGTD), self.config, params, **arguments)
         return (y_BHTD if values == self.head_dim else y_BHTD[..., :values]), state
 
-    def output_mse(
-        self,
-        q_BHTD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        target_BHTD: Tensor,
-        *,
-        sink_logits: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        **arguments: Any,
-    ) -> Tensor:
+    def output_mse(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, target_BHTD: Tensor, **call: Any) -> Tensor:
         """Mean squared error of the linear heads against `target_BHTD`, see `lolcats.ops.output_mse`.
 
-        All tensors have all of the layer's heads.
+        All tensors have all of the layer's heads; `call` is as an observer gets it, without the native window.
         """
         wide = self._as_wide(v_BGTD), self._as_wide(target_BHTD)
         q, k, v, target = (self.heads.take_linear(x) for x in (q_BHTD, k_BGTD, *wide))
-        params = self._params_of(sink_logits, scale, softcap)
-        mse = output_mse(q, k, v, target, self.config, params, **arguments)
+        mse = output_mse(q, k, v, target, self.config, self._take_params(call), **call)
         return mse if v_BGTD is wide[0] else mse * (self.head_dim / v_BGTD.shape[-1])
 
-    def weights_cross_entropy(
-        self,
-        q_BHTD: Tensor,
-        k_BGTD: Tensor,
-        *,
-        sink_logits: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        **arguments: Any,
-    ) -> Tensor:
+    def weights_cross_entropy(self, q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
         """Cross-entropy between softmax's and the linear heads' weights, see `lolcats.ops.weights_cross_entropy`.
 
-        Queries and keys have all of the layer's heads.
+        Queries and keys have all of the layer's heads; `call` is as an observer gets it.
         """
         q, k = self.heads.take_linear(q_BHTD), self.heads.take_linear(k_BGTD)
-        return weights_cross_entropy(q, k, self.config, self._params_of(sink_logits, scale, softcap), **arguments)
+        return weights_cross_entropy(q, k, self.config, self._take_params(call), **call)
 
     def _as_wide(self, x_BGTX: Tensor) -> Tensor:
         """Values, or outputs, narrower than keys (MiMo): the operator takes them with zeros up to head_dim."""
         missing = self.head_dim - x_BGTX.shape[-1]
         return x_BGTX if missing == 0 else pad(x_BGTX, (0, missing))
 
-    def _params_of(self, sink_logits: Tensor | None, *scoring: float | None) -> HybridParams:
-        """`params`, from the sink logits [H] of all of the layer's heads."""
-        return self.params(None if sink_logits is None else self.heads.take_linear(sink_logits, 0), *scoring)
+    def _take_params(self, call: dict[str, Any]) -> HybridParams:
+        """`params` from the scoring in `call`, which is taken out; its sink logits are of all of the layer's heads."""
+        sinks, scale, softcap = (call.pop(name, None) for name in ("sink_logits", "scale", "softcap"))
+        return self.params(None if sinks is None else self.heads.take_linear(sinks, 0), scale, softcap)
 
     def extra_repr(self) -> str:
         shape = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from glob import glob
@@ -39,7 +39,7 @@ from lolcats.modeling.quantised import (
     quantisation,
     refuse_undense,
 )
-from lolcats.modeling.text_tower import TEXT_NAMES, report_what_is_left_out, text_tower
+from lolcats.modeling.text_tower import TEXT_NAMES, text_tower
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,13 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     """Load a causal language model and its tokenizer as `section` says.
 
     Only safetensors and GGUF weights are read, never pickles. The model is in eval mode. Of a multimodal model it is
-    the language model alone; what that leaves out is logged.
+    the language model alone, which is logged.
 
     Raises:
         UserError: as `locate`; no tokenizer, damaged or incomplete weights, ...
     """
-    with nullcontext() if section.gguf_file is None else gguf.read_once():
-        return _load(locate(section, allow_linearized=allow_linearized))
-
-
-def _load(source: Source) -> tuple[PreTrainedModel, Any]:
-    section, path, quantised = source.section, source.path, source.quantisation
+    source = locate(section, allow_linearized=allow_linearized)
+    path, quantised = source.path, source.quantisation
     device = resolve_device(section.device)
     dtype = resolve_dtype(section.dtype, device)
     tokenizer = _load_tokenizer(source)
@@ -152,7 +148,6 @@ def _load(source: Source) -> tuple[PreTrainedModel, Any]:
     model, info = loaded
     check_complete(info, path)
     if tower:
-        report_what_is_left_out(source.whole, source.config, path)
         model._weight_conversions = None  # a text model is saved under its own names
     if section.gguf_file is not None:
         gguf.fix(model, tokenizer, path, section.gguf_file, section.revision)
@@ -197,8 +192,6 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
         )
     dtype = resolve_dtype(section.dtype, resolve_device(section.device))
     tokenizer = _load_tokenizer(source)
-    if source.whole is not config:
-        report_what_is_left_out(source.whole, config, path)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)

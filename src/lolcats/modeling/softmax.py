@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.functional import dropout as random_dropout
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -115,17 +114,14 @@ def softmax_attention(
         )
 
     unmasked = mask is None and (position is None or in_order)
-    if sliding_window is not None and unmasked and not needs_scores and dropout == 0.0:  # noqa: SIM102
-        if takes_window(q_BHTD, k_BGKD, v_BGKD):
-            gap = position is not None and keys - tokens >= (sinks or 0)
-            return window_attention(q_BHTD, k_BGKD, v_BGKD, sliding_window, sinks or 0, scale=scale, gap=gap)
+    if unmasked and not needs_scores and dropout == 0.0 and takes_window(q_BHTD, k_BGKD, v_BGKD):
+        gap = position is not None and keys - tokens >= (sinks or 0)
+        return window_attention(q_BHTD, k_BGKD, v_BGKD, sliding_window or keys, sinks or 0, scale=scale, gap=gap)
 
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
     if groups > 1:  # with a mask, SDPA's fast kernels need the heads repeated
         k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
-    if not needs_scores and not needs_mask and dropout == 0.0 and _gives_log_sums(q_BHTD, k_BHKD, v_BHKD):
-        return _after_past(q_BHTD, k_BHKD, v_BHKD, scale)
-    if mask is not None and mask.dim() == 4:
+    if mask is not None:
         return _attend(q_BHTD, k_BHKD, v_BHKD, mask, scale, softcap, sink_H1, dropout)
     outputs = []
     for begin in range(0, tokens, QUERY_BLOCK):
@@ -181,41 +177,6 @@ def _in_reach(key: Tensor, query: Tensor, window: int | None, sinks: int | None)
     return exists & (reached | (key < sinks) if sinks else reached)
 
 
-def _gives_log_sums(q_BHTD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor) -> bool:
-    """Whether `_with_log_sum` takes these: one of PyTorch's kernels, and no gradients."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTD, k_BHKD, v_BHKD)):
-        return False
-    if q_BHTD.device.type == "cpu":
-        return q_BHTD.shape[-1] == v_BHKD.shape[-1]
-    return q_BHTD.is_cuda and can_use_cudnn_attention(SDPAParams(q_BHTD, k_BHKD, v_BHKD, None, 0.0, False, False))
-
-
-def _after_past(q_BHTD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, scale: float | None) -> Tensor:
-    """Queries that end with the keys: all keys before the first query, and causally the rest, joined by their sums.
-
-    Of PyTorch's kernels only FlashAttention-2 has a causal mask that ends with the keys; on an H200, two of cuDNN's
-    calls take half its time.
-    """
-    past = k_BHKD.shape[2] - q_BHTD.shape[2]
-    y_past_BHTD, past_BHT1 = _with_log_sum(q_BHTD, k_BHKD[:, :, :past], v_BHKD[:, :, :past], False, scale)
-    y_new_BHTD, new_BHT1 = _with_log_sum(q_BHTD, k_BHKD[:, :, past:], v_BHKD[:, :, past:], True, scale)
-    share_BHT1 = torch.sigmoid(past_BHT1 - new_BHT1)
-    return torch.lerp(y_new_BHTD.to(share_BHT1.dtype), y_past_BHTD.to(share_BHT1.dtype), share_BHT1).to(q_BHTD.dtype)
-
-
-def _with_log_sum(
-    q_BHTD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention [B, H, T, D] and the logarithm of its denominators [B, H, T, 1], float32 or wider."""
-    if q_BHTD.is_cuda:
-        attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-        y_BHTD, log_sum, *_ = attend(q_BHTD, k_BHKD, v_BHKD, None, True, 0.0, is_causal, scale=scale)
-    else:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        y_BHTD, log_sum = attend(q_BHTD, k_BHKD, v_BHKD, 0.0, is_causal, scale=scale)
-    return y_BHTD, log_sum.reshape(*q_BHTD.shape[:3], 1)
-
-
 def _attend(
     q_BHTD: Tensor,
     k_BHKD: Tensor,
@@ -248,9 +209,9 @@ def _attend(
     return weight.to(v_BHKD.dtype) @ v_BHKD
 
 
-# Within a window and to the first tokens, by FlashAttention's own window. Masks send PyTorch to its memory-efficient
-# kernel, which computes what the mask hides, too. For inference alone: the logarithms of the sums, by which both parts
-# are joined, have no gradient.
+# After a past, within a window and to the first tokens, by FlashAttention's own masks. Others send PyTorch to its
+# memory-efficient kernel, which computes what the mask hides, too. For inference alone: the logarithms of the sums, by
+# which both parts are joined, have no gradient.
 
 
 def takes_window(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> bool:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
 
-import torch
-from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from lolcats.errors import UserError
@@ -45,30 +43,6 @@ def text_tower(config: PreTrainedConfig, path: str) -> PreTrainedConfig:
             f"{path} ({config.model_type}) is multimodal, and transformers has no class for its language model"
             f" ({text.model_type}) alone"
         )
+    logger.warning("%s (%s): its language model alone (%s)", path, config.model_type, text.model_type)
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)  # the head is outside
     return text
-
-
-def report_what_is_left_out(config: PreTrainedConfig, text: PreTrainedConfig, path: str) -> None:
-    """Log in a sentence which parts of the multimodal model `config` its language model `text` does not have."""
-    try:
-        with torch.device("meta"):
-            whole = AutoModelForMultimodalLM.from_config(copy.deepcopy(config))
-    except ImportError as error:  # a part's own package, which text does not need
-        logger.warning("%s (%s): its language model (%s) alone (%s)", path, config.model_type, text.model_type, error)
-        return
-    kept = {id(p) for m in (whole.get_decoder(), whole.get_output_embeddings()) for p in m.parameters()}
-    sizes: Counter[str] = Counter()
-    for name, parameter in whole.named_parameters():
-        part = "text" if id(parameter) in kept else name.removeprefix("model.").partition(".")[0]
-        sizes[part] += parameter.numel()
-    text_size = sizes.pop("text")
-    parts = ", ".join(f"{part} ({_millions(size)})" for part, size in sizes.items())
-    logger.warning(
-        "%s (%s): its language model alone (%s, %s parameters), without %s",
-        *(path, config.model_type, text.model_type, _millions(text_size), parts),
-    )
-
-
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e6:.3g}M"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,13 +33,10 @@ from lolcats.parallel.sharding import shards_weights
 from lolcats.training.checkpoint import read_json
 from lolcats.training.folder import DONE_FILE, refuse_other_settings
 from lolcats.training.identity import identity, weights_hash
-from lolcats.training.loop import stage_fingerprint
+from lolcats.training.loop import stage_fingerprint, warn_of_few_updates
 from lolcats.training.lora import adapted_projections
 from lolcats.training.run_folder import PERPLEXITY_FILE, FolderLock, check_folder, claim_folder, take_stages
 from lolcats.training.tracking import Tracking
-
-FEW_UPDATES = 100
-"""Below which a stage that goes through all its data learns little."""
 
 Splits = tuple[PackedDataset, PackedDataset]
 """Training and validation data."""
@@ -183,23 +179,10 @@ class Run:
         self.console.print(f"settings other than the defaults ({self.folder}/config.yaml has all):")
         self.console.print(settings, markup=False, highlight=False, soft_wrap=True)
         for name, (train, _) in self.data.items():
-            self._warn_of_few_updates(name, self.sections[name], len(train))
+            warn_of_few_updates(name, self.sections[name], len(train), self.console)
         with self.group.sync_errors():
             if (self.folder / PERPLEXITY_FILE).exists():
                 self.measured = read_json(self.folder / PERPLEXITY_FILE)
-
-    def _warn_of_few_updates(self, name: str, section: OptimSection, sequences: int) -> None:
-        in_epoch = sequences // section.batch_size
-        if section.max_steps is None and (updates := section.total_steps(in_epoch)) < FEW_UPDATES:
-            epochs = math.ceil(FEW_UPDATES / in_epoch)
-            self.console.print(
-                f"warning: stage {name} has {updates} updates only, as {sequences} sequences in batches of"
-                f" {section.batch_size} are few: give more data, or set {name}.epochs={epochs}, or a smaller"
-                f" {name}.batch_size",
-                style="yellow",
-                highlight=False,
-                soft_wrap=True,
-            )
 
     def _takes(self, name: str, section: OptimSection, train: PackedDataset, validation: PackedDataset) -> bool:
         """Whether a stage is taken from `transfer_from`.

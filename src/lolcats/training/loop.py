@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +34,7 @@ from lolcats.training.stage import Stage, TrainState, set_weights, weights_of
 
 READ_EVERY = {"cpu": 1, "cuda": 10}
 """Updates between two readings of the losses: each one waits for the GPU."""
+FEW_UPDATES = 100
 SAVE_AFTER_S = 600.0
 """A checkpoint is written after so many seconds, if `checkpoint_every` updates take longer."""
 
@@ -96,6 +98,18 @@ def stage_fingerprint(
         "data": {"sequences": len(dataset), "fingerprint": dataset.info.get("fingerprint")},
     }
     return _as_json({**values, "training": own})
+
+
+def warn_of_few_updates(name: str, config: OptimSection, sequences: int, console: Console) -> None:
+    """Say so if a stage that goes through all its data learns little."""
+    in_epoch = sequences // config.batch_size
+    if config.max_steps is None and (updates := config.total_steps(in_epoch)) < FEW_UPDATES:
+        epochs = math.ceil(FEW_UPDATES / in_epoch)
+        text = (
+            f"warning: stage {name} has {updates} updates only, as {sequences} sequences in batches of"
+            f" {config.batch_size} are few: give more data, or set {name}.epochs={epochs}, or a smaller {name}.batch_size"
+        )
+        console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
 
 class SigtermWatch:

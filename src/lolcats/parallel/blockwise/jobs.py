@@ -24,6 +24,7 @@ from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import PartialModel, load_in_parts
 from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.identity import identity, weights_hash
+from lolcats.training.loop import warn_of_few_updates
 from lolcats.training.run_folder import LOCK_FILE, FolderLock
 
 CONFIG_FILE = "config.yaml"
@@ -55,6 +56,7 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     if file.is_file():
         _refuse_changes(folder, read_json(file), content)
     blocks = Blocks(config, partial, data, folder / "blocks", own, console, inputs=folder / "inputs")
+    warn_of_few_updates("transfer", config.transfer, len(data["train"]), console)
     blocks.check_space(len(blocks.blocks) - 1)
     shutil.rmtree(folder / "data", ignore_errors=True)  # it may be damaged
     if not cache.save(folder / "data", data):

@@ -107,7 +107,8 @@ def warn_of_few_updates(name: str, config: OptimSection, sequences: int, console
         epochs = math.ceil(FEW_UPDATES / in_epoch)
         text = (
             f"warning: stage {name} has {updates} updates only, as {sequences} sequences in batches of"
-            f" {config.batch_size} are few: give more data, or set {name}.epochs={epochs}, or a smaller {name}.batch_size"
+            f" {config.batch_size} are few: give more data, or set {name}.epochs={epochs}, or a smaller"
+            f" {name}.batch_size"
         )
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
 

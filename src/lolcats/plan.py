@@ -114,12 +114,14 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
     compares = gates or (adjust and section.distill_factor > 0)
     again = stage != "transfer" and section.gradient_checkpointing
     attention, text, layer_heads = model.config.attention, model.config.text_config, model.config.layer_heads
+    # Tokens of a text, of a micro-step and of the stage.
     data = config.data_of("adjust" if adjust else "transfer")
     length = section.fitting_length(text.max_position_embeddings) if gates else data.sequence_length
     epoch, step_tokens = data.max_train_tokens or EPOCH_TOKENS, section.micro_batch_size * length
     tokens = section.max_steps * section.batch_size * length if section.max_steps else section.epochs * epoch
     steps, row = tokens / step_tokens / gpus, step_tokens * WEIGHT  # row: bytes of an activation with one column
     hidden, vocabulary, layers = text.hidden_size, text.vocab_size, len(layer_heads)
+    # Heads, windows and features of each layer, and FLOPs of its attention for a token.
     heads_L, kv_L, dim_L = np.array([[heads.num_heads, heads.num_kv_heads, heads.head_dim] for heads in layer_heads]).T
     exact_L = [len({*heads.exact, *(model.chosen.get(heads.index, ()) if adjust else ())}) for heads in layer_heads]
     linear_L = 0.0 * kv_L if adjust and section.softmax_control else 1 - exact_L / kv_L  # share of the heads
@@ -134,8 +136,11 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
     softmax_L = 4 * heads_L * dim_L * (native_L - native_L * (native_L - 1) / 2 / length)  # FLOPs of a token
     hybrid_L = 2 * (heads_L + states_L) * dim_L * (features_L + columns_L)
     hybrid_L = linear_L * (hybrid_L + 4 * heads_L * dim_L * min(window, (length + 1) / 2))
+    # The frozen model's forward pass.
     mlp = float(model.matrices / hidden - 2 * ((heads_L + kv_L) * dim_L).sum()) / layers  # gate, up and their product
     frozen, frozen_pass = 2 * model.matrices + softmax_L.sum(), row * (4 * hidden + mlp)
+    # FLOPs of a token, bytes of what is trained, and bytes of activations: stage 1 holds one layer's graph, gates and
+    # stage 2 all of them, or with recomputed activations their inputs.
     if stage == "transfer":
         flops, trained = frozen + 3 * hybrid_L.sum(), float(model.maps * TRAINED)
         student_L = 3 * hidden + (3 * heads_L + 2 * kv_L) * dim_L + linear_L * (heads_L + states_L) * columns_L
@@ -159,10 +164,12 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         others = row * 5 * hidden + logits, compares * (row * 4 * hidden + frozen_pass)
         activations = kept + max(row * (2 * hidden + mlp / 3) + again * saved_L.max(), *others)
         trained = lora * TRAINED + model.maps * (TRAINED if adjust and section.train_feature_maps else FLOAT)
+    # Evaluations have the logits of all positions.
     streams = stage == "transfer" and section.block_mode == "streaming"
     if adjust or (stage == "transfer" and not streams and (section.select_by != "loss" or not config.adjust.enabled)):
         sequences = max(section.micro_batch_size, config.adjust.micro_batch_size)  # whose perplexity is measured
         activations = max(activations, sequences * length * (2 * vocabulary + 4 * hidden + mlp) * WEIGHT)
+    # Where the weights are: in one process, some layers at a time, in 4 bits, or sharded over processes.
     tflop_s, link = GPUS[max((size for size in GPUS if size <= memory_gb), default=24)]
     weights, ends = float(model.parameters * WEIGHT), vocabulary * hidden * WEIGHT
     layer, buffers = model.in_layers / layers * WEIGHT, float(WORKSPACES)

@@ -13,6 +13,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
+from lolcats.evaluation import perplexity as evaluation
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.perplexity import dataset_perplexity, document_perplexity, windows
 from lolcats.modeling.loading import load_base_model
@@ -101,11 +102,10 @@ def expected_losses(model, ids, max_length, stride):
 
 @pytest.mark.parametrize(("batch_size", "chunk"), [(1, 2048), (2, 16), (3, 7)])
 @pytest.mark.parametrize(("max_length", "stride"), [(50, None), (50, 20), (300, None)])
-def test_losses_are_those_of_whole_windows(any_model, batch_size, chunk, max_length, stride):
+def test_losses_are_those_of_whole_windows(any_model, batch_size, chunk, max_length, stride, monkeypatch):
+    monkeypatch.setattr(evaluation, "PIECE", chunk)
     documents = [document(130), document(61, every=3), document(9)]
-    found = document_perplexity(
-        any_model, documents, max_length=max_length, stride=stride, batch_size=batch_size, chunk=chunk
-    )
+    found = document_perplexity(any_model, documents, max_length=max_length, stride=stride, batch_size=batch_size)
     by_place: dict[int, list[float]] = {}
     for ids, labels in documents:
         for place, (offset, loss) in expected_losses(any_model, ids, max_length, stride or max_length).items():
@@ -121,14 +121,14 @@ def test_losses_are_those_of_whole_windows(any_model, batch_size, chunk, max_len
         assert entry["loss"] == pytest.approx(np.mean(inside), rel=1e-3)
 
 
-def test_past_the_training_length(linear_model):
+def test_past_the_training_length(linear_model, monkeypatch):
+    monkeypatch.setattr(evaluation, "PIECE", 32)
     seen = []
     found = document_perplexity(
         linear_model,
         [document(200)],
         max_length=200,
         training_length=64,
-        chunk=32,
         on_progress=lambda *both: seen.append(both),
     )
     past = found["past_training"]

@@ -151,7 +151,6 @@ def run_tasks(
     tasks: Mapping[str, Any],
     *,
     limit: int | None = None,
-    seed: int = 0,
     batch_size: int = 256,
     chat: bool | None = False,
     run_code: bool = False,
@@ -173,7 +172,6 @@ def run_tasks(
     template = bool(getattr(tokenizer, "chat_template", None))
     if chat and not template:
         raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
-    torch.manual_seed(seed)
     results: dict[str, dict[str, Any]] = {}
     with lm_eval_set_up():
         device = str(next(model.parameters()).device)

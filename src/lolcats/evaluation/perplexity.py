@@ -27,6 +27,7 @@ from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.compat import CACHE
 from lolcats.parallel.group import SINGLE, Group
 
+PIECE = 2048  # most tokens, of all windows in a batch together, that go through the model at a time
 Document = tuple[np.ndarray, np.ndarray]
 """Token ids [S], and whether each is to be scored [S]."""
 
@@ -148,7 +149,6 @@ def document_perplexity(
     max_length: int,
     stride: int | None = None,
     batch_size: int = 1,
-    chunk: int = 2048,
     training_length: int | None = None,
     begin_with: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -157,7 +157,6 @@ def document_perplexity(
 
     Args:
         stride: None: `max_length`, windows that do not overlap.
-        chunk: most tokens, of all windows in a batch together, that go through the model at a time.
         training_length: tokens that the model was trained on; adds `past_training`.
         begin_with: token in front of every window, which counts among its `max_length`; its successor stays unscored.
         on_progress: called with (tokens read, tokens in all).
@@ -179,17 +178,19 @@ def document_perplexity(
     count_T = torch.zeros(max_length, dtype=torch.int64, device=device)
     read, in_all = 0, sum(window.end - window.begin for window in todo)
     for start in range(0, len(todo), batch_size):
+        # The windows' tokens, filled up on the right, where nothing before can see it, and which of them are scored.
         batch = todo[start : start + batch_size]
         longest = batch[0].end - batch[0].begin
         ids_BT = torch.full((len(batch), offset + longest), begin_with or 0)
         wanted_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
-        for row, window in enumerate(batch):  # filled up on the right, where nothing before can see it
+        for row, window in enumerate(batch):
             ids, is_label = documents[window.document]
             first, end = offset + window.first - window.begin, offset + window.end - window.begin
             ids_BT[row, offset:end] = torch.from_numpy(ids[window.begin : window.end].astype(np.int64))
             wanted_BT[row, first:end] = torch.from_numpy(is_label[window.first : window.end].astype(np.bool_))
         ids_BT, wanted_BT = ids_BT.to(device), wanted_BT.to(device)
-        for begin, losses_BC in _losses(model, ids_BT, max(1, chunk // len(batch))):
+        # Their losses, summed by place in the window.
+        for begin, losses_BC in _losses(model, ids_BT, max(1, PIECE // len(batch))):
             end = begin + losses_BC.shape[1]
             wanted_BC = wanted_BT[:, begin:end]
             total_T[begin:end] += losses_BC.masked_fill(~wanted_BC, 0.0).to(sums_device).double().sum(0)

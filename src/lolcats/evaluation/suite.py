@@ -100,7 +100,7 @@ def _tasks(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection |
     chat = options.apply_chat_template is not False and bool(getattr(tokenizer, "chat_template", None))
     with lm_eval_set_up():
         tasks = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, tokenizer, chat)
-    given: dict[str, Any] = {"limit": options.limit, "seed": options.seed, "batch_size": options.batch_size}
+    given: dict[str, Any] = {"limit": options.limit, "batch_size": options.batch_size}
     given |= {"chat": options.apply_chat_template, "run_code": options.run_code, "on_progress": advance}
     return run_tasks(model, tokenizer, tasks, **given)
 
@@ -127,7 +127,7 @@ def _ruler(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection |
         lengths = options.lengths or RECALL["lengths"]
         tasks = ruler_tasks(tokenizer, lengths=lengths, samples=samples, seed=seed, haystack=options.haystack)
     named = {task.task_name: task for task in tasks.values()}
-    found = run_tasks(model, tokenizer, named, seed=seed, batch_size=options.batch_size, on_progress=advance)
+    found = run_tasks(model, tokenizer, named, batch_size=options.batch_size, on_progress=advance)
     rows = []
     for (kind, length), task in tasks.items():
         measured = found[task.task_name]

@@ -19,9 +19,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import QuantizedCache
 
 from lolcats.conversion import keep_softmax
 from lolcats.evaluation.distances import other_code, topics
@@ -46,11 +48,12 @@ def share(right: list[bool]) -> dict[str, float]:
 
 
 class Answers:
-    """Greedy answers of one model."""
+    """Greedy answers of one model, by the engine; with `bits` by transformers, whose cache then has as many."""
 
-    def __init__(self, model: Any, tokenizer: Any, slots: int, max_length: int) -> None:
-        self.engine = Engine(model, tokenizer, max_slots=slots, max_length=max_length, prefill_chunk=4096)
-        self.tokenizer = tokenizer
+    def __init__(self, model: Any, tokenizer: Any, slots: int, max_length: int, bits: int | None) -> None:
+        self.model, self.tokenizer, self.slots, self.bits = model, tokenizer, slots, bits
+        if bits is None:
+            self.engine = Engine(model, tokenizer, max_slots=slots, max_length=max_length, prefill_chunk=4096)
         self.given: list[tuple[list[int], list[int]]] = []  # prompts and answers of the last call
 
     def chat(self, message: str, begin: str = "", turns: list[tuple[str, str]] | None = None) -> list[int]:
@@ -63,9 +66,41 @@ class Answers:
         return list(self.tokenizer(text + begin, add_special_tokens=False)["input_ids"])
 
     def __call__(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
-        results = self.engine.generate(prompts, SamplingParams(max_new_tokens=tokens, **params))
+        if self.bits is None:
+            results: list[Any] = self.engine.generate(prompts, SamplingParams(max_new_tokens=tokens, **params))
+        else:
+            order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+            found: dict[int, Any] = {}
+            for start in range(0, len(order), self.slots):
+                group = order[start : start + self.slots]
+                answers = self._quantised([prompts[index] for index in group], tokens, **params)
+                found |= dict(zip(group, answers, strict=True))
+            results = [found[index] for index in range(len(prompts))]
         self.given = [(prompt, result.token_ids) for prompt, result in zip(prompts, results, strict=True)]
         return results
+
+    @torch.no_grad()
+    def _quantised(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
+        """Results as the engine's, of one batch."""
+        batch = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+        cache = QuantizedCache("quanto", self.model.config, nbits=self.bits)
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens, "past_key_values": cache}
+        if "stop" in params:
+            settings |= {"stop_strings": list(params["stop"]), "tokenizer": self.tokenizer}
+        settings |= {"return_dict_in_generate": True, "output_logits": "logprobs" in params}
+        found = self.model.generate(**batch.to(self.model.device), **settings)
+        results = []
+        for row, ids in enumerate(found.sequences[:, batch["input_ids"].shape[1] :].tolist()):
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            for stop in params.get("stop", ()):
+                text = text.partition(stop)[0]
+            top = [] if found.logits is None else [list(enumerate(found.logits[0][row].tolist()))]
+            results.append(SimpleNamespace(text=text, token_ids=ids, top_logprobs=top))
+        return results
+
+    def shutdown(self) -> None:
+        if self.bits is None:
+            self.engine.shutdown()
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
@@ -191,20 +226,24 @@ def agreement(model: Any, given: list[tuple[list[int], list[int]]]) -> dict[str,
 
 def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(path)
-    wrapped = model if isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
+    bits: int | None = options.cache_bits
+    wrapped: Any = model if bits or isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
     reach = int(getattr(model.config.get_text_config(), "max_position_embeddings", 8192))
-    exact = wrapped.config.exact_heads
-    sizes = {f"{n}": cache_bytes(wrapped.config, n, model.dtype) / 2**20 for n in (1024, 8192, 32768)}
-    found: dict[str, Any] = {"model": path, "exact_heads": exact, "cache_mib": sizes}
+    found: dict[str, Any] = {"model": path, "cache_bits": bits}
+    if not bits:
+        sizes = {f"{n}": cache_bytes(wrapped.config, n, model.dtype) / 2**20 for n in (1024, 8192, 32768)}
+        found |= {"exact_heads": wrapped.config.exact_heads, "cache_mib": sizes}
     seconds: dict[str, float] = {}
     folder: Path = options.data
-    most = max(options.before) + 2048
+    most = max(options.before, default=0) + 2048
 
     teacher: Path | None = options.teacher_answers
     kept: dict[str, Any] = json.loads(teacher.read_text()) if teacher and teacher.exists() else {}
     writes = teacher is not None and not kept
 
     def timed(name: str, run: Any, *arguments: Any, **named: Any) -> None:
+        if not re.match(options.only, name) or (bits and run in (text_perplexity, recall_accuracy)):
+            return
         begin = time.time()
         try:
             found[name] = run(*arguments, **named)
@@ -223,17 +262,17 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     kinds = ("needle", "needles")
     settings = {"kinds": kinds, "lengths": lengths, "samples": options.recall, "haystack": haystack}
     timed("recall", recall_accuracy, wrapped, tokenizer, **settings)
-    answers = Answers(wrapped, tokenizer, options.slots, 4096)
+    answers = Answers(wrapped, tokenizer, options.slots, 4096, bits)
     timed("humaneval", humaneval, answers, folder, 0, options.programs)
     timed("gsm8k", gsm8k, answers, folder, 0, options.questions)
     timed("gsm8k_8shot", gsm8k, answers, folder, 8, options.questions)
     timed("mmlu", mmlu, answers, folder, options.mmlu)
-    answers.engine.shutdown()
-    answers = Answers(wrapped, tokenizer, options.long_slots, max(most, 12288))
+    answers.shutdown()
+    answers = Answers(wrapped, tokenizer, options.long_slots, max(most, 12288), bits)
     timed("labels_120shot", labels, answers, folder, 120, options.labels)
     for before in options.before:
         timed(f"humaneval_{before}", humaneval, answers, folder, before, options.programs)
-    answers.engine.shutdown()
+    answers.shutdown()
     if teacher is not None and writes:
         teacher.write_text(json.dumps(kept))
     else:
@@ -249,6 +288,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="results, written after each model")
     parser.add_argument("--teacher-answers", type=Path, help="file; written with the first model's answers if absent")
     parser.add_argument("--agreement", type=int, default=100, help="answers of a task that are compared")
+    parser.add_argument("--only", default="", help="measures whose names begin as this regular expression says")
+    parser.add_argument("--cache-bits", type=int, help="4, 8: of a softmax model's keys and values (quanto)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--before", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--programs", type=int, default=None)

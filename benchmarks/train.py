@@ -38,7 +38,6 @@ from lolcats.errors import UserError
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.parallel.group import SINGLE, Group
 from lolcats.plan import SHAPES
 from lolcats.provenance import provenance
 from lolcats.training.attention_transfer import TransferStage
@@ -101,13 +100,6 @@ def run(
     return report
 
 
-def build_model(bench: TrainBench) -> LolcatsForCausalLM:
-    """A linearized model with random weights, made on the device in its type."""
-    return random_model(
-        bench.model, bench.attention, tokens=bench.tokens, dtype=bench.dtype, device=bench.device, use_cache=False
-    )
-
-
 def random_data(bench: TrainBench, sequences: int) -> PackedDataset:
     """Random tokens; the last `label_share` of every sequence are labels."""
     vocabulary = SHAPES[bench.model]["vocab_size"]
@@ -124,13 +116,11 @@ def updates(
     name: str,
     micro_batch: int,
     console: Console,
-    *,
-    group: Group = SINGLE,
-    build: Callable[[TrainBench], LolcatsForCausalLM] = build_model,
 ) -> Iterator[Callable[[], object]]:
     """A row's step as a function of nothing: an optimizer update as the training loop makes it."""
-    model = build(bench)
-    batch = micro_batch * bench.accumulate * group.world
+    made: dict[str, Any] = {"tokens": bench.tokens, "dtype": bench.dtype, "device": bench.device, "use_cache": False}
+    model = random_model(bench.model, bench.attention, **made)
+    batch = micro_batch * bench.accumulate
     data = random_data(bench, 4 * batch)
     if name == "frozen":
         with fused_kernels(model, bench.fused_kernels, console.print):
@@ -148,7 +138,7 @@ def updates(
     config: TransferSection | AdjustSection
     if name == "transfer":
         config = TransferSection(**common)
-        stage = TransferStage(model, config, data, group=group, report=console.print)
+        stage = TransferStage(model, config, data, report=console.print)
     else:
         adjust: dict[str, Any] = {
             "lora_rank": bench.lora_rank,
@@ -158,7 +148,7 @@ def updates(
         if bench.train_feature_maps and name == "adjust":
             adjust |= {"train_feature_maps": True, "feature_lr": FEATURE_LR}
         config = AdjustSection(**common, **adjust)
-        stage = AdjustStage(model, config, data, group=group, report=console.print)
+        stage = AdjustStage(model, config, data, report=console.print)
     with fused_kernels(model, bench.fused_kernels, console.print):
         trainer = Trainer(stage, data, config, seed=0)
         yield trainer.update

@@ -43,7 +43,7 @@ def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
     [
         {},
         {"sinks": 2, "share_state": "query_head"},
-        {"window": "sliding", "feature_map": "elu"},
+        {"window": "sliding", "feature_map": "t2r"},
         {"feature_dim": 4},
         {"feature_map": None},
         {"exact": ["0.1", 1]},

@@ -43,8 +43,8 @@ def test_shapes(share_state: str, state_heads: int) -> None:
     expected = {"window_factor": (6,), "q_weight": (6, 8, 8), "k_weight": (state_heads, 8, 8)}
     expected |= {"q_bias": (6, 8), "k_bias": (state_heads, 8)}
     assert shapes(make_layer(t2r, share_state=share_state)) == expected
-    elu = make_layer(AttentionConfig("sliding", 4, feature_map="elu"), feature_dim=3, share_state=share_state)
-    assert (elu.q_weight.shape, elu.k_weight.shape) == ((6, 8, 3), (state_heads, 8, 3))
+    narrow = make_layer(AttentionConfig("sliding", 4), feature_dim=3, share_state=share_state)
+    assert (narrow.q_weight.shape, narrow.k_weight.shape) == ((6, 8, 3), (state_heads, 8, 3))
 
 
 def test_without_a_linear_part_only_the_window_factor_is_learned() -> None:
@@ -100,7 +100,7 @@ def test_half_precision_activations_give_float32_gradients_and_sums(dtype: torch
         assert parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("feature_map", ["hedgehog", "t2r", "elu", None])
+@pytest.mark.parametrize("feature_map", ["hedgehog", "t2r", None])
 @pytest.mark.parametrize("share_state", ["kv_head", "query_head"])
 def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> None:
     """Every option reaches it."""

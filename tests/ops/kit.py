@@ -31,9 +31,9 @@ ZERO = {"gradient of gamma": 1.0} | ({"gradient of q": 3e-2} if GPU else {})
 # within and beyond the window, each part alone, every feature map, length caps.
 CONFIGS = (
     "sliding 1", "sliding 70 sinks=3", "sliding 8 sinks=2 map=None", "terraced 4", "terraced 64",
-    "terraced 16 blocks=1 sinks=2", "terraced 48 blocks=3", "terraced 100", "terraced 5 sinks=70 map=elu",
+    "terraced 16 blocks=1 sinks=2", "terraced 48 blocks=3", "terraced 100", "terraced 5 sinks=70 map=t2r",
     "terraced 16 map=t2r", "terraced 8 map=None", "sliding 0", "terraced 0 map=t2r", "sliding 4 cap=9",
-    "terraced 16 sinks=3 cap=70", "sliding 0 sinks=2 map=elu cap=5",
+    "terraced 16 sinks=3 cap=70", "sliding 0 sinks=2 cap=5",
 )  # fmt: skip
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

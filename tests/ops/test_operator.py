@@ -7,7 +7,6 @@ the products of settings, sizes and types on a GPU.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import get_args, get_type_hints
@@ -42,7 +41,6 @@ from kit import (
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.softmax import softmax_attention
-from lolcats.ops import initial_state
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS, get_feature_map
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 from lolcats.ops.packing import Packing
@@ -99,7 +97,7 @@ TRITON = [
     Row("terraced 16 sinks=3", 66, None, {"heads": 4, "kv_heads": 2, "head_dim": 20, "columns": 10} | SINKS),
     Row("terraced 16 sinks=3", FIVE),
     Row("sliding 20 sinks=3", 80, (71, 20, 3), {"share": "query_head"}),
-    Row("sliding 70 map=elu", 100),
+    Row("sliding 70 map=t2r", 100),
     Row("terraced 48 blocks=3 map=t2r", 100, (50,)),
     Row("terraced 8 map=None", 70),
     Row("sliding 20 sinks=3 cap=30", FIVE, (71, 0, 20, 5, 79), SINKS, 2.0),
@@ -114,7 +112,7 @@ TRITON = [
 ]
 SLOW = [
     Row("terraced 64", FIVE, (71, 0, 20, 5, 79)),
-    Row("sliding 0 sinks=2 map=elu", FIVE),
+    Row("sliding 0 sinks=2", FIVE),
     Row("terraced 64", 130, None, SINKS | BF16),
     Row("sliding 20 sinks=3", 80, (71, 20, 3), BF16, 2.0),
     Row("terraced 16 sinks=3 cap=9", 80, (71, 20, 0)),
@@ -170,7 +168,7 @@ def test_random_shapes_on_a_fine_grid(monkeypatch, seed):
 def test_feature_maps_have_names_and_take_large_inputs():
     choices = get_type_hints(AttentionConfig)["feature_map"]
     assert {name for part in get_args(choices) for name in get_args(part)} == set(FEATURE_MAPS)
-    with pytest.raises(ValueError, match="unknown feature map 'hedge'; known: hedgehog, t2r, elu"):
+    with pytest.raises(ValueError, match="unknown feature map 'hedge'; known: hedgehog, t2r"):
         get_feature_map("hedge")
     for phi in FEATURE_MAPS.values():
         features = phi(1e3 * torch.randn(2, 3, 5, 8), torch.randn(3, 8, 4), torch.randn(3, 4) if phi.has_bias else None)
@@ -266,8 +264,8 @@ def test_padding_is_taken_out_and_put_back(kind):
 # Windows small enough that a few times their capacity is quick through the interpreter; all parts of the kernel.
 STEPS = (
     "terraced 5 blocks=3", "terraced 4 sinks=10 map=t2r", "terraced 4 sinks=2 cap=9", "terraced 4 map=None",
-    "terraced 20 blocks=1 map=elu", "sliding 1", "sliding 7 sinks=3", "sliding 4 cap=9",
-    "sliding 0 sinks=2 map=elu",
+    "terraced 20 blocks=1", "sliding 1", "sliding 7 sinks=3", "sliding 4 cap=9",
+    "sliding 0 sinks=2",
 )  # fmt: skip
 LONG = ("terraced 64", "terraced 48 blocks=3", "terraced 100 sinks=5", "sliding 70 sinks=3")
 STEP_ROWS = [Row(config, 60, None, varied(turn) | {"batch": 3}) for turn, config in enumerate(CONFIGS)]
@@ -396,15 +394,6 @@ def test_steps_write_their_state_and_no_other_call_does(backend, config):
         assert torch.equal(x, same.tensors()[name]), name
         assert torch.equal(x, inferred.tensors()[name]), name
     assert after.nbytes == before.nbytes
-
-
-def test_decoding_does_not_depend_on_the_default_device():
-    case = make_case("sliding 5 sinks=1 map=None", 1).map(torch.Tensor.cpu)
-    step = partial(case.run, "auto", state=initial_state(case.config, case.params, case.k), return_state=True)
-    with torch.no_grad():
-        with torch.device("meta"):
-            y, _ = step()
-        torch.testing.assert_close(y, step()[0])
 
 
 @pytest.mark.parametrize(

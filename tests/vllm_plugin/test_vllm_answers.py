@@ -168,7 +168,7 @@ def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
     [
         {"window": "sliding", "window_size": 20, "sinks": 3},
         {"share_state": "query_head", "feature_map": "t2r", "feature_dim": 24},
-        {"window_size": 0, "feature_map": "elu"},
+        {"window_size": 0},
         {"feature_map": None, "sinks": 2},
         {"linear_length_cap": 40, "sinks": 1},
     ],

@@ -65,7 +65,7 @@ class AttentionConfig:
         2, "Terraced: softmax over the current and the previous window_blocks - 1 blocks.", ge=1
     )
     sinks: int = setting(0, "The first tokens of a sequence that stay in the softmax part of every query.", ge=0)
-    feature_map: Literal["hedgehog", "t2r", "elu"] | None = setting(
+    feature_map: Literal["hedgehog", "t2r"] | None = setting(
         "hedgehog", "Map of queries and keys in the linear part; null: no linear part (window attention alone)."
     )
     feature_dim: int | None = setting(

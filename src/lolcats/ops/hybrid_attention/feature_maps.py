@@ -56,14 +56,7 @@ class T2R(FeatureMap):
         return x_P.relu()
 
 
-class Elu(FeatureMap):
-    """1 + ELU (arXiv:2006.16236), here after a learnable projection."""
-
-    def activation(self, x_P: Tensor) -> Tensor:
-        return torch.nn.functional.elu(x_P) + 1.0
-
-
-FEATURE_MAPS: dict[str, FeatureMap] = {"hedgehog": Hedgehog(), "t2r": T2R(), "elu": Elu()}
+FEATURE_MAPS: dict[str, FeatureMap] = {"hedgehog": Hedgehog(), "t2r": T2R()}
 """By the names of `AttentionConfig.feature_map`."""
 
 

@@ -88,4 +88,5 @@ def _features(x_BHTD: Tensor, name: str, weight_HDP: Tensor, bias_HP: Tensor | N
         y = y + bias_HP.to(y.dtype)[:, None]
     if name == "hedgehog":
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
-    return y.relu() if name == "t2r" else torch.nn.functional.elu(y) + 1
+    assert name == "t2r"
+    return y.relu()

@@ -281,15 +281,11 @@ def project(x_MD, weight_DP, bias, head, shape):
 @triton.jit
 def half_features(u_MP, shape):
     """One half of the features in float32, zero in the padding: the first of u = x, the second of u = -x."""
-    real = (tl.arange(0, u_MP.shape[1]) < shape.P)[None, :]
     if shape.MAP == "hedgehog":
         if u_MP.shape[1] > shape.P:
-            u_MP = tl.where(real, u_MP, float("-inf"))
+            u_MP = tl.where((tl.arange(0, u_MP.shape[1]) < shape.P)[None, :], u_MP, float("-inf"))
         half = tl.exp(u_MP - tl.max(u_MP, 1)[:, None])
         return half * (1.0 / tl.sum(half, 1))[:, None]
-    elif shape.MAP == "elu":
-        half = tl.where(u_MP > 0, u_MP + 1.0, tl.exp(tl.minimum(u_MP, 0.0)))
-        return tl.where(real, half, 0.0)
     else:
         return tl.maximum(u_MP, 0.0)  # t2r; the padding is zero already
 
@@ -308,7 +304,5 @@ def half_gradient(u_MP, half, d_half, shape):
     """Gradient of u [M, P] from that of its half of the features."""
     if shape.MAP == "hedgehog":
         return half * (d_half - tl.sum(half * d_half, 1)[:, None])
-    elif shape.MAP == "elu":
-        return tl.where(u_MP > 0, d_half, d_half * half)
     else:
         return tl.where(u_MP > 0, d_half, 0.0)

@@ -34,7 +34,7 @@ from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.model import LolcatsForCausalLM
 
-BATCH_TOKENS = 65536  # in a forward pass, padding included
+BATCH_TOKENS = 32768  # in a forward pass, padding included
 
 Score = tuple[float, bool]
 """Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""
@@ -60,6 +60,10 @@ class LolcatsLM(HFLM):
     ) -> None:
         super().__init__(pretrained=pretrained, batch_size=batch_size, **kwargs)
         self.on_progress = on_progress
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
+        """Scores of (context, continuation) texts; `on_progress` takes the place of lm-eval's bars."""
+        return super().loglikelihood(requests, disable_tqdm=True)
 
     @torch.no_grad()
     def _loglikelihood_tokens(

@@ -51,8 +51,8 @@ class Rows:
     def on(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`past_B` and `row_B` of `batch` rows, on a device."""
         if device not in self.shared:
-            past_B = torch.full((batch,), self.past) if self.past_B is None else self.past_B
-            row_B = torch.arange(batch) if self.row_B is None else self.row_B
+            past_B = torch.full((batch,), self.past, device=device) if self.past_B is None else self.past_B
+            row_B = torch.arange(batch, device=device) if self.row_B is None else self.row_B
             self.shared[device] = past_B.to(device), row_B.to(device)
         return self.shared[device]
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.request import Handle, Result
+from lolcats.generation.request import Handle, Result, Snapshot
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import chat_text
 
 Message = dict[str, str]

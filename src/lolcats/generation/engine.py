@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from lolcats.errors import UserError
-from lolcats.generation.request import Handle, Piece, Request, Result
+from lolcats.generation.request import Handle, Piece, Request, Result, Snapshot
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import Scheduler
-from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer, end_tokens
 from lolcats.modeling.cache_size import cache_bytes
 

@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and the handle and result that its owner gets."""
+"""One request on its way through the engine, and the handle, result and snapshot that its owner gets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,33 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from torch import Tensor
+
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer, StopStrings
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a sequence needs to continue.
+
+    The last token is always outside the state: feeding it gives the logits of the next one, so that none
+    need to be kept.
+
+    Attributes:
+        token_ids: all tokens so far.
+        length: how many of them the state holds; fewer than all.
+        tensors: the state of each layer, as `SlotCache.read` gives it. Its size does not depend on `length`,
+            except for exact heads.
+        model: which made it.
+    """
+
+    token_ids: list[int]
+    length: int
+    tensors: dict[str, Tensor]
+    model: Any
 
 
 @dataclass(frozen=True)

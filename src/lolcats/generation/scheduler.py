@@ -13,10 +13,9 @@ from torch import Tensor
 
 from lolcats.generation.assignment import SlotAssignment
 from lolcats.generation.queue import WaitingQueue
-from lolcats.generation.request import Request, Result
+from lolcats.generation.request import Request, Result, Snapshot
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SeenTokens, choose
-from lolcats.generation.snapshot import Snapshot
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8

@@ -365,6 +365,10 @@ class _Untraced:
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return super().update(key_states, value_states)  # type: ignore[misc]
 
+    def reset(self) -> None:
+        self.is_initialized = False  # until 5.23 transformers kept as many zeros
+        super().reset()  # type: ignore[misc]
+
 
 class UntracedLayer(_Untraced, DynamicLayer):
     """Keeps all tokens."""

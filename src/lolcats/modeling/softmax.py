@@ -116,8 +116,8 @@ def softmax_attention(
     unmasked = mask is None and (position is None or in_order)
     if unmasked and not needs_scores and dropout == 0.0 and takes_window(q_BHTD, k_BGKD, v_BGKD):
         gap = position is not None and keys - tokens >= (sinks or 0)
-        window = keys + 1 if sliding_window is None else sliding_window  # which FlashAttention takes for none
-        return window_attention(q_BHTD, k_BGKD, v_BGKD, window, sinks or 0, scale=scale, gap=gap)
+        window_size = keys + 1 if sliding_window is None else sliding_window  # FlashAttention takes that for none
+        return window_attention(q_BHTD, k_BGKD, v_BGKD, window_size, sinks or 0, scale=scale, gap=gap)
 
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
     if groups > 1:  # with a mask, SDPA's fast kernels need the heads repeated

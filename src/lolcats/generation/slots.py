@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from lolcats.errors import UserError
 from lolcats.generation.decoding import new_cache
-from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer
+from lolcats.modeling.cache import UNBOUNDED, ExactCacheLayer, HybridCacheLayer
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall, Rows
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
@@ -57,8 +57,10 @@ class SlotCache(Cache):
             if layer.exact.keys is not None:
                 self._add(f"{name}.exact", layer.exact)
         else:
-            if not isinstance(layer, ExactCacheLayer):
-                layer = ExactCacheLayer.holding(layer)
+            if not isinstance(layer, ExactCacheLayer):  # but transformers' own
+                own, layer = layer, ExactCacheLayer(layer.is_sliding)
+                layer.keys, layer.values = own.keys, own.values
+                layer.window = own.sliding_window if own.is_sliding else UNBOUNDED
             layer.allocate(self.max_slots, self.max_length)
         self.parts[name] = layer
         return layer

@@ -156,14 +156,6 @@ class ExactCacheLayer(AttentionCacheLayer):
         self.map_rows(lambda x: x.new_zeros(rows, x.shape[1], size + 1, x.shape[3]))
         self.is_allocated = True
 
-    @classmethod
-    def holding(cls, layer: Any) -> ExactCacheLayer:
-        """With what a layer of transformers holds, and its window."""
-        new = cls(layer.is_sliding)
-        new.keys, new.values = layer.keys, layer.values
-        new.window = layer.sliding_window if layer.is_sliding else UNBOUNDED
-        return new
-
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, rows: Rows, window: int | None, sinks: int | None, packed: bool
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from test_vllm_answers import BOUNDED, HEADS, WINDOW
-from test_vllm_gpu import rms_error
 from transformers import AutoConfig
-from vllm_kit import PROMPTS, TOLERANCE, assert_same, transformers_answers
+from vllm_kit import PROMPTS, TOLERANCE, assert_same, rms_error, transformers_answers
 
 from lolcats.modeling.cache_size import window_in_budget
 

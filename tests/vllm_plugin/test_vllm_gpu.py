@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_vllm_answers import BOUNDED, EXACT_HEADS, HYBRID
-from vllm_kit import GRAPHS, PROMPTS, assert_same, transformers_answers
+from vllm_kit import GRAPHS, PROMPTS, assert_same, rms_error, transformers_answers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,16 +34,6 @@ def test_bfloat16(folder, serve, options) -> None:
     errors = [rms_error(answers, right) for answers in (served.answers(PROMPTS, new=1, of_prompts=True), theirs)]
     print("bfloat16, errors of log-probabilities, vLLM's and transformers'", errors)
     assert errors[0] < 1.5 * errors[1]
-
-
-def rms_error(answers, right) -> float:
-    """Of the log-probabilities of the prompts' tokens but the first."""
-    differences = [
-        x - y
-        for prompt, answer, expected in zip(PROMPTS, answers, right, strict=True)
-        for x, y in zip(answer.logprobs[: len(prompt) - 1], expected.logprobs, strict=False)
-    ]
-    return float(torch.tensor(differences).square().mean().sqrt())
 
 
 def test_preemption(folder, serve) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -54,15 +53,10 @@ def test_attention_layers(kind, changes, reason) -> None:
             attention_layers(model, config, 1)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ranks", "reason"),
-    [("fp8_e4m3", 1, "kv_cache_dtype=fp8_e4m3"), ("auto", 2, "decode_context_parallel_size=2"), ("auto", 1, None)],
-)
-def test_settings_that_the_plugin_does_not_have(dtype, ranks, reason) -> None:
-    parallel = SimpleNamespace(decode_context_parallel_size=ranks)
-    settings = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype), parallel_config=parallel)
-    with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
-        refuse_unsupported(settings)
+def test_no_parallelism_over_tokens() -> None:
+    with pytest.raises(ValueError, match="decode_context_parallel_size=2"):
+        refuse_unsupported(SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=2)))
+    refuse_unsupported(SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1)))
 
 
 def test_no_model_of_text_alone() -> None:

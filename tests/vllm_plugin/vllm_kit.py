@@ -78,6 +78,16 @@ def transformers_answers(
     return answers
 
 
+def rms_error(answers: list[Answer], right: list[Answer]) -> float:
+    """Of the log-probabilities of the prompts' tokens but the first."""
+    differences = [
+        x - y
+        for prompt, answer, expected in zip(PROMPTS, answers, right, strict=True)
+        for x, y in zip(answer.logprobs[: len(prompt) - 1], expected.logprobs, strict=False)
+    ]
+    return float(torch.tensor(differences).square().mean().sqrt())
+
+
 class Served:
     """An engine in this process."""
 

@@ -29,12 +29,6 @@ def takes_prefix_units(config: LolcatsConfig) -> bool:
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raises ValueError for settings that this plugin does not implement."""
-    name = vllm_config.cache_config.cache_dtype
-    if name.startswith("fp8"):
-        raise ValueError(
-            f"kv_cache_dtype={name}: linearized models keep keys in the model's type; leave it out. With a window they"
-            """ take 8 bits: --hf-overrides '{"attention": {"exact_window": "16MiB", "exact_bits": 8}}'"""
-        )
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, setting, 1)) > 1:
             raise ValueError(f"{setting}={size}: states are not shared out among ranks by tokens; leave it out")

@@ -61,7 +61,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         paged = [layer for layer in config.layer_heads if layer.exact and not is_bounded(config, layer)]
         both_kinds = any(not layer.is_softmax for layer in paged)
         if config.attention.exact_bits is not None and any(native_window(config, layer) is None for layer in paged):
-            logger.warning("vLLM keeps exact heads in the model's type, not in 8 bits: twice the memory")
+            logger.warning("vLLM keeps exact heads in its own type, the model's or --kv-cache-dtype fp8, not as int8")
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
         self.model = init_vllm_registered_model(

@@ -6,6 +6,7 @@
     backward      the gradients of both
     decode        one token with a state
     softmax_step  one token of softmax attention, for exact heads
+    store_tokens  new keys and values into a cache, in 8 bits if it keeps these
     operands      what a call gives to its kernels
     segments      where packed sequences lie
     tiles         what all kernels share: loads, products, feature maps, windows

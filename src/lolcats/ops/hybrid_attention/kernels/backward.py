@@ -82,8 +82,7 @@ _SINK_PROGRAMS = 2 if INTERPRETED else 264
 
 def backward(
     x: Operands,
-    prefix_S: Tensor,
-    prefix_z: Tensor,
+    before: States,
     out: Outputs,
     dy: Tensor,
     dS: Tensor | None,
@@ -95,12 +94,12 @@ def backward(
     """Gradients of the operator's first tensors, in their order, shapes and types, from those of y and of the final
     state; None where not needed.
 
-    prefix_S, prefix_z: of the forward pass's `States`; not read without a linear part.
+    before: the forward pass's states, without their ends; not read without a linear part.
     need_inputs: those of q, k, v and the sinks, which training only the feature maps does not need.
     need_weights: those of the feature maps.
     """
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
-    queries = query_gradients(x, prefix_S, prefix_z, out, window, dy, need_inputs=need_inputs)
+    queries = query_gradients(x, before, out, window, dy, need_inputs=need_inputs)
     tile_dsink = window.tile_dsink
     if tile_dsink is not None and queries.tile_at_sink is not None:
         tile_dsink = tile_dsink - x.gamma[:, None] * queries.tile_at_sink
@@ -333,8 +332,7 @@ class QueryGradients(NamedTuple):
 
 def query_gradients(
     x: Operands,
-    prefix_S: Tensor,
-    prefix_z: Tensor,
+    before: States,
     out: Outputs,
     window: WindowGradients,
     dy: Tensor,
@@ -350,8 +348,7 @@ def query_gradients(
     query_gradient_kernel[x.tiles](
         x.inputs,
         rows(dy),
-        prefix_S,
-        prefix_z,
+        before,
         out,
         window,
         rows(grads.dq),
@@ -369,8 +366,7 @@ def query_gradients(
 def query_gradient_kernel(
     x,  # `Inputs`
     dy,
-    prefix_S,
-    prefix_z,
+    before,  # `States`
     out,
     window,
     dq,
@@ -434,12 +430,12 @@ def query_gradient_kernel(
         linear = tl.zeros([C], tl.float32)  # phi . d_phi
         for half in tl.static_range(HALVES):
             sign = 1.0 - 2.0 * half
-            S_PD = load_matrix(prefix_S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
+            S_PD = load_matrix(before.S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
             part = half_features(sign * x_MP, shape)
             over_den = part * inverse[:, None]
             store_rows(grads.phi + tile.at_first * F + half * P, over_den, first, F, limit, 0, P)
             store_vector(grads.tile_dz + at_tile * F + half * P, tl.sum(over_den * delta[:, None], 0), P)
-            z_P = load_vector(prefix_z + at_state * F + half * P, P, PB)
+            z_P = load_vector(before.z + at_state * F + half * P, P, PB)
             d_part = dot(dy_MD.to(S_PD.dtype), tl.trans(S_PD)) + delta[:, None] * z_P[None, :]
             if shape.INNER:  # keys between the state and the windows
                 k_weight_DP = load_weight(x.maps.k_weight, s, q_MD.dtype, shape)

@@ -238,8 +238,7 @@ def hybrid_attention_backward_op(*arguments):
     dy, dS, dz, y, den, top, arg, prefix_S, prefix_z, delta, need_inputs, need_weights = arguments[-12:]
     grads = backward(
         _operands(arguments[:-12]),
-        prefix_S,
-        prefix_z,
+        States(prefix_S, prefix_z),
         Outputs(y, den, top, arg, delta),
         _dense(dy),
         None if dS is None else dS.contiguous(),

@@ -305,12 +305,13 @@ def _source(g, places):
 @triton.jit
 def _query_features(q, phi, maps, places, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
     """phi [B, H, F] of one query head of M sequences."""
+    HALVES: tl.constexpr = shape.HALVES  # Triton 3.6 takes no field of a tuple as a static range
     source = _source(head // shape.REPEATS, places) * shape.REPEATS + head % shape.REPEATS
     first, stride = tile * M, tl.cast(q.b, tl.int64)
     q_MD = load_rows(q.x + source * q.h, first, stride, batch, 0, shape.D, M, shape.DB)
     weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
     halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
-    for half in tl.static_range(shape.HALVES):
+    for half in tl.static_range(HALVES):
         store_rows(phi + head * shape.F + half * shape.P, halves[half], first, heads * shape.F, batch, 0, shape.P)
 
 

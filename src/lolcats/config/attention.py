@@ -182,14 +182,14 @@ class AttentionConfig:
 
     def within(self, tokens: int) -> AttentionConfig:
         """The same function for whole sequences of up to `tokens` tokens: no length cap that none of them passes."""
-        return _replaced(self, linear_length_cap=0) if 0 < self.linear_length_cap >= tokens else self
+        return replaced(self, linear_length_cap=0) if 0 < self.linear_length_cap >= tokens else self
 
     def block_leaves(self, position: Any) -> Any:
         """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
         return (position % self.window_size == 0) & (position >= self.capacity)
 
 
-_replaced = cache(replace)
+replaced = cache(replace)  # checking a configuration takes longer than a small layer
 
 
 @dataclass(frozen=True, kw_only=True)

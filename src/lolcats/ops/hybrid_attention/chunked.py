@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lolcats.config.attention import AttentionConfig
+from lolcats.config.attention import AttentionConfig, replaced
 from lolcats.ops.hybrid_attention.equation import (
     key_features,
     query_features,
@@ -89,7 +89,7 @@ class Grid:
     def __init__(self, config: AttentionConfig, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
         self.fresh, self.tokens, self.capacity = fresh, tokens, config.capacity
         if fresh and config.window_size > tokens:  # all in the window anyhow: no wider grid than needed
-            config = replace(config, window_size=tokens)
+            config = replaced(config, window_size=tokens)
         self.config = config
         self.chunk = MIN_CHUNK_TOKENS
         if config.window == "terraced" and config.window_size > 0:

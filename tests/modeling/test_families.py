@@ -29,6 +29,20 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
+def test_native_windows_count_padding_as_the_original_does(kit):
+    """Layers that stay: the same in one pass and in pieces, whatever padding stands between a row's tokens."""
+    original = kit.build("gemma3")
+    model = kit.linearized(original, window="terraced", window_size=6)
+    input_ids, sizes = kit.tokens(2, 40), [9, 1, 16, 1, 1, 12]
+    mask = kit.padding([40, 31], 40)
+    mask[0, 10:14] = mask[1, 20:29] = 0
+    whole = kit.in_pieces(model, input_ids, [40], mask)[0]
+    uncached = model(input_ids, attention_mask=mask, position_ids=position_ids(mask), use_cache=False).logits
+    for logits in (kit.in_pieces(model, input_ids, sizes, mask)[0], uncached):
+        torch.testing.assert_close(logits[mask.bool()], whole[mask.bool()], **TOLERANCE)
+
+
+@torch.no_grad()
 def test_a_window_over_everything_equals_the_original(original, family, kit):
     model = kit.linearized(original, window="terraced", window_size=20)
     input_ids = kit.tokens(2, 20)

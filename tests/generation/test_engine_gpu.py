@@ -60,9 +60,9 @@ def test_slots_keep_states_as_steps_leave_them(kit, attention, dtype):
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, HybridCacheLayer):
             kept, left = parts[str(index)].buffers, layer.state.tensors()
-            assert {name: (x.dtype, x.shape[1:]) for name, x in kept.items()} == {
-                name: (x.dtype, x.shape[1:]) for name, x in left.items()
-            }
+            assert set(left) - set(kept) == {"position"}  # the runner's
+            for name, tensor in kept.items():
+                assert (tensor.dtype, tensor.shape[1:]) == (left[name].dtype, left[name].shape[1:])
 
 
 @pytest.mark.parametrize("attention", [{}, {"sinks": 1}, {"exact": ["0.1", 1]}], ids=["linear", "sinks", "exact heads"])

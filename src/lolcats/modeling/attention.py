@@ -93,7 +93,7 @@ def lolcats_attention(
         if not where:
             cu_seqlens = packing.cu_seqlens if packing is not None and packing.documents else None
             where = {"cu_seqlens": cu_seqlens, "mask": None if mask is None else _last_columns(mask, k.shape[2])}
-            if mask is not None and mask.dim() == 2 and window is not None and linear_attention is None:
+            if mask is not None and mask.dim() == 2 and sliding_window is not None and linear_attention is None:
                 # transformers' own layer of the cache counts padding, and so does the original model.
                 column_1K = torch.arange(k.shape[2], device=k.device)[None]
                 where = {"position": torch.where(where["mask"].bool(), column_1K, -1)}

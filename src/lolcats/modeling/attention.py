@@ -95,8 +95,7 @@ def lolcats_attention(
             where = {"cu_seqlens": cu_seqlens, "mask": None if mask is None else _last_columns(mask, k.shape[2])}
             if mask is not None and mask.dim() == 2 and sliding_window is not None and linear_attention is None:
                 # transformers' own layer of the cache counts padding, and so does the original model.
-                column_1K = torch.arange(k.shape[2], device=k.device)[None]
-                where = {"position": torch.where(where["mask"].bool(), column_1K, -1)}
+                where = {"position": torch.where(where["mask"].bool(), torch.arange(k.shape[2], device=k.device), -1)}
         scoring: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "dropout": dropout}
         return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **scoring, **where)
 

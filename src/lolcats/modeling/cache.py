@@ -7,6 +7,7 @@ and uses some in each pass (`Rows`).
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -94,9 +95,9 @@ class AttentionCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    @abstractmethod
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor [rows, ...] by what `change` makes of it."""
-        raise NotImplementedError
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))

@@ -47,7 +47,7 @@ from lolcats.ops.hybrid_attention.kernels.operands import (
     rows,
 )
 from lolcats.ops.hybrid_attention.kernels.tiles import (
-    _FLOOR,
+    FLOOR,
     before_window,
     dot,
     half_features,
@@ -244,7 +244,7 @@ def window_gradient_kernel(
         y = head_rows(y, tile.h, at)
         y_MD = load_rows(y.x, first, y.t, limit, 0, D, C, shape.DB)
         delta = -tl.sum(dy_MD.to(tl.float32) * y_MD.to(tl.float32), 1)
-        delta = tl.where(denominator >= _FLOOR, delta, 0.0)  # a clamped denominator is constant
+        delta = tl.where(denominator >= FLOOR, delta, 0.0)  # a clamped denominator is constant
         tl.store(grads.delta + at_row, delta, mask=real)
 
     total = tl.zeros([C], tl.float32)
@@ -252,7 +252,7 @@ def window_gradient_kernel(
     if shape.W > 0 or shape.SINKS > 0:
         first_position = position_of_entry_0(x.layout, at)
         start = window_start(row, shape)
-        inverse = 1.0 / tl.maximum(denominator, _FLOOR)
+        inverse = 1.0 / tl.maximum(denominator, FLOOR)
         top = tl.load(out.top + at_row, mask=real, other=0.0)
         arg = tl.load(out.arg + at_row, mask=real, other=0)
         beyond = tl.full([C], 1.0, tl.float32)  # what the length cap multiplies gamma by
@@ -305,7 +305,7 @@ def window_gradient_kernel(
             ds_top = _before_cap(at_top - total, top, softcap) * (factor * scale)
             address = scores + row.to(tl.int64) * WIDTH + at_arg
             tl.store(address, ds_top.to(scores.dtype.element_ty), mask=real & (at_arg < WIDTH))
-        share = tl.where(denominator >= _FLOOR, share, 0.0)
+        share = tl.where(denominator >= FLOOR, share, 0.0)
         total *= (1.0 - share * factor) * beyond
         share *= beyond
     tl.store(grads.total + at_row, total, mask=real)
@@ -422,7 +422,7 @@ def query_gradient_kernel(
         q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, DB)
         dy_MD = load_rows(dy.x, first, dy.t, limit, 0, D, C, DB)
         at_row = tile.at_first + row
-        inverse = 1.0 / tl.maximum(tl.load(out.den + at_row, mask=real, other=1.0), _FLOOR)
+        inverse = 1.0 / tl.maximum(tl.load(out.den + at_row, mask=real, other=1.0), FLOOR)
         delta = tl.load(window.delta + at_row, mask=real, other=0.0)
         q_weight_DP = load_weight(x.maps.q_weight, tile.h, q_MD.dtype, shape)
         x_MP = project(q_MD, q_weight_DP, x.maps.q_bias, tile.h, shape)

@@ -41,8 +41,8 @@ from lolcats.ops.hybrid_attention.kernels.operands import (
     padded,
 )
 from lolcats.ops.hybrid_attention.kernels.tiles import (
-    _FLOOR,
     _LOG2_E,
+    FLOOR,
     add_keys,
     dot,
     fade_sums,
@@ -641,6 +641,6 @@ def step_kernel(
             if done == kv_heads * SPLIT - 1:
                 tl.store(state.position + b, (at + 1).to(tl.int64))
 
-    out = acc / tl.maximum(total, _FLOOR)[:, None]
+    out = acc / tl.maximum(total, FLOOR)[:, None]
     address = y.x + b * y.b + source_h[:, None] * y.h + column_V[None, :]
     tl.store(address, out.to(y.x.dtype.element_ty), mask=there[:, None] & (column_V < D)[None, :])

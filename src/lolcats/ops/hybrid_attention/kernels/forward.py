@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.operands import SIZES, Operands, cdiv, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
-    _FLOOR,
+    FLOOR,
     add_scores,
     before_window,
     dot,
@@ -421,14 +421,14 @@ def output_kernel(
                 total += tl.sum(weight, 1)
                 acc = dot(weight.to(v_ND.dtype), v_ND, acc)
 
-    result = acc * (1.0 / tl.maximum(total, _FLOOR))[:, None]
+    result = acc * (1.0 / tl.maximum(total, FLOOR))[:, None]
     result = tl.where((row < limit)[:, None], result, 0.0)
     at_row = tile.at_first + row
     if ERROR:
         target = head_rows(target, tile.h, at)
         error = result - load_rows(target.x, first, target.t, limit, 0, D, C, DB).to(tl.float32)
         tl.store(out.square + at_row, tl.sum(error * error, 1), mask=row < at.cells)
-        delta = tl.where(total >= _FLOOR, -tl.sum(error * result, 1), 0.0)  # a clamped denominator is constant
+        delta = tl.where(total >= FLOOR, -tl.sum(error * result, 1), 0.0)  # a clamped denominator is constant
         tl.store(out.delta + at_row, delta, mask=row < at.cells)
         result = error
     store_rows(y.x, result, first, y.t, at.cells, 0, D)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.operands import SIZES, cdiv, in_log2, is_wide, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
-    _FLOOR,
+    FLOOR,
     add_keys,
     fade_sums,
     load_rows,
@@ -194,5 +194,5 @@ def join_kernel(
         weight_S = tl.exp2(top_S - finite_top)
         total_1 = total_1 * fade + tl.sum(weight_S * total_S, 0)
         sum_1D = sum_1D * fade[:, None] + tl.sum(weight_S[:, None] * sum_SD, 0)[None, :]
-    y_1D = sum_1D / tl.maximum(total_1, _FLOOR)[:, None]
+    y_1D = sum_1D / tl.maximum(total_1, FLOOR)[:, None]
     store_rows(y.x + bh // heads * y.b + bh % heads * y.h, y_1D, splits * 0, y.t, 1, 0, D)

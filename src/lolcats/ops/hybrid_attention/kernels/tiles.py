@@ -16,7 +16,7 @@ from lolcats.ops.hybrid_attention.kernels.operands import INTERPRETED, LOG2_E, R
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-_FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
+FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
 _LOG2_E = tl.constexpr(LOG2_E)
 
 

@@ -365,21 +365,6 @@ def recall(results: Results) -> Figure:
     return figure
 
 
-def lengths(results: Results) -> Figure:
-    """Histograms of the effective sequence length, one line a source."""
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axis = figure.subplots()
-    for name, step in results.steps.items():
-        if name.startswith("esl "):
-            esl = step["result"]["models"][0]["esl"]
-            shares = [count / esl["sequences"] for count in esl["histogram"]["counts"]]
-            label = f"{name.removeprefix('esl ')} (mean {esl['mean']:,.0f})"
-            axis.stairs(shares, esl["histogram"]["edges"], label=label)
-    axis.set(xlabel="effective sequence length (sum over queries, tokens)", ylabel="share of sequences")
-    axis.legend(fontsize=8)
-    return figure
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -388,7 +373,7 @@ def main() -> None:
     results = Results.read(given.folder)
     page = given.docs / "results.md"
     page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    for name, draw in (("recall", recall), ("curves", curves), ("layers", layers), ("esl", lengths)):
+    for name, draw in (("recall", recall), ("curves", curves), ("layers", layers)):
         draw(results).savefig(given.docs / "images" / f"results_{name}.png", dpi=130)
 
 

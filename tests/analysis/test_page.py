@@ -21,13 +21,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def _model(name, score):
-    lengths = {"sequences": 4, "sequence_length": 48, "mean": 12.5, "std": 1.0, "deciles": [1.0] * 11}
     return {
         "model": name,
         "tasks": {"piqa": {"value": score, "stderr": 0.011}, "arc_easy": {"value": 0.61, "stderr": None}},
         "averages": {},
         "passkey": [{"kind": "passkey", "length": 2048, "accuracy": 0.5, "stderr": 0.1}],
-        "esl": lengths,
     }
 
 

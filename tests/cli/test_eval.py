@@ -1,4 +1,4 @@
-"""`lolcats eval` and the whole-document side of `lolcats perplexity`."""
+"""`lolcats eval`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def calls(replace_module, monkeypatch):
 
     seen = []
 
-    def evaluate_models(models, load, options, *, progress, keep):
+    def evaluate_models(models, load, options, *, note, keep):
         seen.append((models, options))
-        progress(models[0], "tasks")(1, 2)
+        note(f"{models[0]}: [tasks]")
         return REPORT
 
     monkeypatch.setattr(suite, "evaluate_models", evaluate_models)
@@ -84,17 +84,13 @@ def test_mistakes(cli, calls, arguments, message):
     assert calls == []
 
 
-def test_whole_documents(cli, model_dir, tmp_path, monkeypatch):
+def test_a_text_in_windows(cli, model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path))
-    text = tmp_path / "text.txt"
+    text, curve = tmp_path / "text.txt", tmp_path / "curve.json"
     text.write_text(" ".join(f"w{index * 7 % 60}" for index in range(300)))
-    curve = tmp_path / "curve.json"
-    arguments = ("perplexity", model_dir, "--data", text, "--loss-on", "all", "--device", "cpu")
-    result = cli(*arguments, "--max-length", 100, "--stride", 50, "--output", curve)
+    settings = ("--tasks", "perplexity", "--data", text, "--loss-on", "all", "--device", "cpu", "--max-length", 100)
+    result = cli("eval", model_dir, *settings, "--output", curve)
     assert result.exit_code == 0, result.output
     assert "64 to 99" in result.stdout
-    (row,) = json.loads(curve.read_text())
-    assert row["tokens"] == 300  # 299 words and the end token have something before them
-    rows = json.loads(cli(*arguments, "--max-length", 100, "--max-tokens", 150, "--join", "--json").stdout)
-    assert rows[0]["tokens"] == 148  # two windows, whose first tokens are not scored
-    assert rows[0]["loss"] != row["loss"]
+    (row,) = json.loads(curve.read_text())["models"]
+    assert row["perplexity"]["tokens"] == 297  # 300 words and the end token, less the first of each window

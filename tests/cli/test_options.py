@@ -9,7 +9,7 @@ from lolcats.cli.app import app
 from lolcats.cli.options import ATTENTION_OPTIONS, MODEL_OPTIONS, data_section, parse_source, resolve
 from lolcats.errors import UserError
 
-SHARED = dict.fromkeys(("generate", "chat", "serve", "eval", "perplexity"), MODEL_OPTIONS)
+SHARED = dict.fromkeys(("generate", "chat", "serve", "eval"), MODEL_OPTIONS)
 
 
 @pytest.mark.parametrize(("command", "options"), [("linearize", ATTENTION_OPTIONS), *SHARED.items()])

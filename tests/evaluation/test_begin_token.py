@@ -79,11 +79,15 @@ def test_linearized_folders_begin_as_they_were_trained(begins):
 
 def test_every_model_has_its_own(begins, model_dir, data_file, tmp_path, monkeypatch):
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
-    common = ["--data", str(data_file), "--sequence-length", "48", "--max-sequences", "2", "--device", "cpu", "--json"]
-    result = CliRunner().invoke(app, ["perplexity", str(begins), str(model_dir), *common])
-    assert result.exit_code == 0, result.output
-    first, second = json.loads(result.stdout)
+    common = ["--tasks", "perplexity", "--data", str(data_file), "--sequence-length", "48", "--limit", "2"]
+    common += ["--device", "cpu", "--json"]
+
+    def measure(*arguments):
+        result = CliRunner().invoke(app, ["eval", *map(str, arguments), *common])
+        assert result.exit_code == 0, result.output
+        return [row["perplexity"] for row in json.loads(result.stdout)["models"]]
+
+    first, second = measure(begins, model_dir)
     assert (first["begin_token"], second["begin_token"]) == (True, False)
     assert first["perplexity"] != second["perplexity"]
-    asked = CliRunner().invoke(app, ["perplexity", str(begins), *common, "--no-begin-token"])
-    assert json.loads(asked.stdout)[0]["perplexity"] == second["perplexity"]
+    assert measure(begins, "--no-begin-token")[0]["perplexity"] == second["perplexity"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 
@@ -17,7 +18,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
-from lolcats.evaluation.lm_eval_run import LolcatsLM, lm_eval_set_up, run_tasks
+from lolcats.evaluation.lm_eval_run import LolcatsLM, lm_eval_set_up, run_ruler, run_tasks
 from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks, task_manager
 
 NAMES = list(PAPER_NAMES)
@@ -33,17 +34,6 @@ def requests(eval_data):
             task.build_all_requests(limit=None)
             found += task.instances
     return found
-
-
-def test_every_score_is_that_of_the_hf_model(requests, any_model, tokenizer):
-    plain = HFLM(pretrained=any_model, tokenizer=tokenizer, batch_size=3, device="cpu")
-    ours = LolcatsLM(any_model, tokenizer=tokenizer, batch_size=5, device="cpu")
-    expected = plain.loglikelihood(requests, disable_tqdm=True)
-    found = ours.loglikelihood(requests)
-    assert len(found) == len(requests) > 100
-    for (score, greedy), (wanted, is_greedy) in zip(found, expected, strict=True):
-        assert score == pytest.approx(wanted, rel=1e-4, abs=2e-3)  # sums in another order
-        assert greedy == is_greedy
 
 
 def test_task_results_are_those_of_the_hf_model(eval_data, linear_model, tokenizer):
@@ -107,41 +97,55 @@ def test_prompts_are_lm_evals_own(requests):
     assert ending == " throws the bowl out of the window. and leaves."
 
 
-@pytest.mark.parametrize("max_length", [4096, 16])
-def test_contexts_may_be_empty_end_in_spaces_or_be_too_long(any_model, tokenizer, max_length):
-    # Not the same tokens cut at two places: there lm-eval 0.4.13 scores the second one wrongly.
-    pairs = [("", "The sky"), ("The sky ", "is blue"), ("<eos>Which river", " sun"), ("The sky is the " * 9, "longest")]
-    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
-    settings = {"tokenizer": tokenizer, "batch_size": 2, "device": "cpu", "max_length": max_length}
-    expected, found = (
-        adapter(pretrained=any_model, **settings).loglikelihood(requests, disable_tqdm=True)
-        for adapter in (HFLM, LolcatsLM)
+def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, tokenizer, monkeypatch):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=1e-4)
+    prompts = []
+
+    def generate_until(self, requests, disable_tqdm=False):
+        prompts.extend(request.args[0] for request in requests)
+        return ["1,000 and 1 are 1,001"] * len(requests)
+
+    monkeypatch.setattr(LolcatsLM, "generate_until", generate_until)
+    tasks = load_tasks(["gsm8k"], str(eval_data), 0, chat=True)
+    found = run_tasks(softmax_model, tokenizer, tasks, chat=None)["gsm8k"]
+    assert (found["value"], found["shots"], found["chat_template"]) == (pytest.approx(1 / 3), 5, True)
+    assert [prompt.count("<assistant>") for prompt in prompts] == [6] * 3
 
 
-def test_choices_of_one_token_share_a_row(softmax_model, tokenizer, monkeypatch):
-    read, done, forward = [], [], type(softmax_model).forward
-    monkeypatch.setattr(
-        type(softmax_model),
-        "forward",
-        lambda self, **call: read.append(tuple(call["input_ids"].shape)) or forward(self, **call),
+def test_the_engine_answers_as_generate_does(linear_model, tokenizer):
+    options = {"until": ["ee"], "max_gen_toks": 12, "do_sample": False}
+    texts = ["The sky is", "Which river is the longest? " * 9, "There"]
+    requests = [Instance("generate_until", {}, (text, options), index) for index, text in enumerate(texts)]
+    found, expected = (
+        adapter(pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu").generate_until(
+            requests, disable_tqdm=True
+        )
+        for adapter in (LolcatsLM, HFLM)
     )
-    lm = LolcatsLM(
-        softmax_model, tokenizer=tokenizer, batch_size=1, device="cpu", on_progress=lambda *both: done.append(both)
-    )
-    requests = [(None, [*range(70, 0, -1)], [token]) for token in (3, 4, 5)] + [(None, [9], [8])]
-    assert len(set(lm._loglikelihood_tokens(requests))) == 4
-    assert (read, done) == ([(1, 70), (1, 1)], [(3, 4), (4, 4)])  # the longest first
-    for request in (([], [1]), ([1], []), ([1], [1] * 5000)):
-        with pytest.raises(ValueError, match="max_length=4096"):
-            lm._loglikelihood_tokens([(None, *request)])
+    assert found == expected
+
+
+def test_ruler_is_lm_evals(linear_model, tokenizer, tmp_path):
+    """Of a task that needs no download; the tokenizer counts the length."""
+    pytest.importorskip("wonderwords", reason="lolcats[eval] is not installed")
+    tokenizer.save_pretrained(tmp_path)
+    settings = {"samples": 2, "batch_size": 2, "name": "niah_single_1"}
+    rows = run_ruler(linear_model, tokenizer, str(tmp_path), (700, 1024), **settings)
+    assert [(row["kind"], row["length"], row["samples"]) for row in rows] == [
+        ("niah_single_1", 700, 2),
+        ("niah_single_1", 1024, 2),
+    ]
+    assert all(0 <= row["accuracy"] <= 1 for row in rows)
 
 
 @pytest.mark.parametrize(
     ("names", "removed", "message"),
     [
-        (["arc_easy", "arc_easyer"], None, "no task 'arc_easyer'.* nor recall, ruler,"),
+        (["arc_easy", "arc_easyer"], None, "no task 'arc_easyer'.* nor recall, passkey,"),
         (["lambada_openai"], None, "no local data"),
         (["piqa"], "piqa", r"expected piqa/validation\.jsonl"),
         (["mmlu"], "mmlu/dev.jsonl", r"expected mmlu/dev\.jsonl"),

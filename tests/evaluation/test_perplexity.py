@@ -1,4 +1,4 @@
-"""Loading any model, and perplexity of packed sequences and of whole documents by position."""
+"""Loading any model, and perplexity of packed sequences and of a text by position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation import perplexity as evaluation
 from lolcats.evaluation.load import load_model
-from lolcats.evaluation.perplexity import dataset_perplexity, document_perplexity, windows
+from lolcats.evaluation.perplexity import dataset_perplexity, text_perplexity
 from lolcats.modeling.loading import load_base_model
 
 
@@ -65,52 +65,38 @@ def test_mistakes(model_dir, path, options, message):
         load_model(model_dir if path == "MODEL" else path, **options)
 
 
-# --- whole documents ----------------------------------------------------------------------------------------------
-
-GENERATOR = np.random.default_rng(4)
+# --- a text in windows ---------------------------------------------------------------------------------------------
 
 
-def document(length: int, every: int = 1):
-    labels = np.arange(length) % every == 0
-    return GENERATOR.integers(1, 320, length).astype(np.int32), labels
-
-
-@pytest.mark.parametrize(("max_length", "stride"), [(10, 10), (10, 3), (7, 5), (100, 100), (100, 2)])
-def test_every_token_but_the_first_is_scored_once(max_length, stride):
-    lengths = [1, 2, 10, 11, 25, 33]
-    scored = {(w.document, place) for w in windows(lengths, max_length, stride) for place in range(w.first, w.end)}
-    # A token at the beginning of a window has nothing before it; only windows that overlap reach it.
-    borders = (
-        {(d, p) for d, n in enumerate(lengths) for p in range(stride, n, stride)} if max_length == stride else set()
-    )
-    assert scored == {(d, p) for d, n in enumerate(lengths) for p in range(1, n)} - borders
-    assert len(scored) == sum(w.end - w.first for w in windows(lengths, max_length, stride))
-    assert all(w.end - w.begin <= max_length for w in windows(lengths, max_length, stride))
+def text(length: int, every: int = 1):
+    draw = np.random.default_rng(length)
+    return draw.integers(1, 320, length).astype(np.int32), np.arange(length) % every == 0
 
 
 @torch.no_grad()
-def expected_losses(model, ids, max_length, stride):
-    """Losses by place in the document, each window in a forward pass of its own."""
-    losses = {}
-    for w in windows([len(ids)], max_length, stride):
-        tokens = torch.from_numpy(ids[w.begin : w.end].astype(np.int64))[None]
-        log_p = model(tokens, use_cache=False).logits[0].log_softmax(-1)
-        for place in range(w.first, w.end):
-            losses[place] = (place - w.begin, -float(log_p[place - w.begin - 1, tokens[0, place - w.begin]]))
-    return losses
-
-
-@pytest.mark.parametrize(("batch_size", "chunk"), [(1, 2048), (2, 16), (3, 7)])
-@pytest.mark.parametrize(("max_length", "stride"), [(50, None), (50, 20), (300, None)])
-def test_losses_are_those_of_whole_windows(any_model, batch_size, chunk, max_length, stride, monkeypatch):
-    monkeypatch.setattr(evaluation, "PIECE", chunk)
-    documents = [document(130), document(61, every=3), document(9)]
-    found = document_perplexity(any_model, documents, max_length=max_length, stride=stride, batch_size=batch_size)
+def expected_losses(model, ids, labels, room, begin_with):
+    """Losses by place in the window, each window in a forward pass of its own."""
     by_place: dict[int, list[float]] = {}
-    for ids, labels in documents:
-        for place, (offset, loss) in expected_losses(any_model, ids, max_length, stride or max_length).items():
-            if labels[place]:
-                by_place.setdefault(offset, []).append(loss)
+    for begin in range(0, len(ids), room):
+        window = [begin_with] * (begin_with is not None) + ids[begin : begin + room].tolist()
+        offset = len(window) - len(ids[begin : begin + room])
+        tokens = torch.tensor(window)[None]
+        log_p = model(tokens, use_cache=False).logits[0].log_softmax(-1)
+        for place in range(offset + 1, len(window)):
+            if labels[begin + place - offset]:
+                by_place.setdefault(place, []).append(-float(log_p[place - 1, window[place]]))
+    return by_place
+
+
+@pytest.mark.parametrize(
+    ("max_length", "begin_with", "batch_size", "piece"), [(50, None, 1, 2048), (50, 7, 3, 16), (300, None, 2, 7)]
+)
+def test_losses_are_those_of_whole_windows(any_model, max_length, begin_with, batch_size, piece, monkeypatch):
+    monkeypatch.setattr(evaluation, "PIECE", piece)
+    ids, labels = text(161, every=3)
+    settings = {"max_length": max_length, "begin_with": begin_with}
+    found = text_perplexity(any_model, ids, labels, **settings, batch_size=batch_size)
+    by_place = expected_losses(any_model, ids, labels, max_length - (begin_with is not None), begin_with)
     every = [loss for losses in by_place.values() for loss in losses]
     assert found["tokens"] == len(every)
     assert found["loss"] == pytest.approx(np.mean(every), rel=1e-4)
@@ -123,40 +109,13 @@ def test_losses_are_those_of_whole_windows(any_model, batch_size, chunk, max_len
 
 def test_past_the_training_length(linear_model, monkeypatch):
     monkeypatch.setattr(evaluation, "PIECE", 32)
-    seen = []
-    found = document_perplexity(
-        linear_model,
-        [document(200)],
-        max_length=200,
-        training_length=64,
-        on_progress=lambda *both: seen.append(both),
-    )
-    past = found["past_training"]
+    past = text_perplexity(linear_model, *text(200), max_length=200, training_length=64)["past_training"]
     assert (past["within"]["start"], past["within"]["end"], past["past"]["end"]) == (32, 64, 200)
-    assert (past["past"]["tokens"], seen[-1]) == (136, (200, 200))
-    assert "past_training" not in document_perplexity(linear_model, [document(60)], max_length=200, training_length=64)
-
-
-def test_a_begin_token_in_front_of_every_window(linear_model):
-    """The same as documents that are one window each and have it: the tokens scored are those without it."""
-    ids, labels = document(40)
-    found = document_perplexity(linear_model, [(ids, labels)], max_length=21, begin_with=7)
-    with_token = [
-        (np.insert(ids[begin : begin + 20], 0, 7), np.insert(labels[begin : begin + 20], 0, [False]))
-        for begin in (0, 20)
-    ]
-    for _, wanted in with_token:
-        wanted[1] = False
-    alone = document_perplexity(linear_model, with_token, max_length=21)
-    assert found == alone
-    plain = document_perplexity(linear_model, [(ids, labels)], max_length=20)
-    assert found["tokens"] == plain["tokens"] == 38
-    assert found["loss"] != plain["loss"]
+    assert past["past"]["tokens"] == 136
+    assert "past_training" not in text_perplexity(linear_model, *text(60), max_length=200, training_length=64)
 
 
 def test_nothing_to_score(linear_model):
-    ids, labels = document(10)
-    with pytest.raises(UserError, match="no token to score"):
-        document_perplexity(linear_model, [(ids, labels & False)], max_length=20)
-    with pytest.raises(UserError, match="stride=30"):
-        document_perplexity(linear_model, [(ids, labels)], max_length=20, stride=30)
+    for ids, labels in (text(10, every=11), text(0)):
+        with pytest.raises(UserError, match="no token to score"):
+            text_perplexity(linear_model, ids, labels, max_length=20)

@@ -10,11 +10,11 @@ import pytest
 
 from lolcats.config import DataSection
 from lolcats.errors import UserError
-from lolcats.evaluation import ruler, suite
+from lolcats.evaluation import suite
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.suite import evaluate_models
 from lolcats.evaluation.tables import add_averages, tables
-from lolcats.evaluation.tasks import PAPER_NAMES
+from lolcats.evaluation.tasks import PAPER_NAMES, task_manager
 
 
 @pytest.fixture
@@ -37,9 +37,10 @@ def text(tmp_path):
 
 def test_ruler_without_lm_eval_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    ruler._definition.cache_clear()
+    task_manager.cache_clear()
     with pytest.raises(UserError, match="pip install 'lolcats"):
         suite.check(EvalOptions(tasks=("ruler",)))
+    task_manager.cache_clear()
 
 
 def test_task_lists():
@@ -52,36 +53,29 @@ def test_task_lists():
 def test_everything_at_once(load, eval_data, text):
     pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
     options = EvalOptions(
-        tasks=(*PAPER_NAMES, "passkey", "esl"),
+        tasks=(*PAPER_NAMES, "passkey", "perplexity"),
         data_dir=str(eval_data),
         limit=3,
         batch_size=16,
         lengths=(260,),
         data=text,
     )
-    seen = {}
-    report = evaluate_models(
-        ["teacher", "student"],
-        load,
-        options,
-        progress=lambda path, part: lambda done, total: seen.update({(path, part): (done, total)}),
-    )
+    seen = []
+    report = evaluate_models(["teacher", "student"], load, options, note=seen.append)
     assert json.loads(json.dumps(report)) == report
-    assert all(done == total for done, total in seen.values())
-    assert len(seen) == 6
+    assert seen == [f"{name}: {part}" for name in ("teacher", "student") for part in ("tasks", "perplexity", "passkey")]
     teacher, student = report["models"]
     assert set(teacher["tasks"]) == set(PAPER_NAMES)
     assert "attention" not in teacher
     assert student["attention"]["linear_length_cap"] == 0
-    assert teacher["esl"]["mean"] == pytest.approx(student["esl"]["mean"], rel=1e-3)  # of the softmax attention
-    assert teacher["esl"]["sequences"] == 3
+    assert teacher["perplexity"]["tokens"] == student["perplexity"]["tokens"] == 3 * 63
     assert report["provenance"]["versions"]["lm-eval"]
     assert len(report["provenance"]["data_sha256"]) == 7
     assert report["settings"]["data"]["sequence_length"] == 64
     shown = tables(report)
     assert shown[0][2] == [["student", "terraced", "8", "0", "hedgehog", "0", "-"]]
     assert shown[1][1][-3:] == ["MiB at 1k", "MiB at 8k", "MiB at 32k"]
-    assert [title.partition(" ")[0] for title, *_ in shown] == ["Attention", "Tasks", "Passkeys", "Effective"]
+    assert [title.partition(" ")[0] for title, *_ in shown] == ["Attention", "Tasks", "Passkeys", "Perplexity"]
     again = evaluate_models(["teacher", "student"], load, options)
     assert [row["tasks"] for row in again["models"]] == [row["tasks"] for row in report["models"]]
 
@@ -121,7 +115,7 @@ def test_no_average_of_a_part():
 
 def test_mistakes_are_found_before_loading():
     with pytest.raises(UserError, match="--data"):
-        evaluate_models(["absent"], lambda path: pytest.fail("loaded"), EvalOptions(tasks="esl"))
+        evaluate_models(["absent"], lambda path: pytest.fail("loaded"), EvalOptions(tasks="perplexity"))
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         EvalOptions(tasks="passkey", lengths="0")
 

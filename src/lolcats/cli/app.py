@@ -18,7 +18,6 @@ from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.import_published import import_published
 from lolcats.cli.linearize import linearize
-from lolcats.cli.perplexity import perplexity
 from lolcats.cli.plan import plan
 from lolcats.cli.push import push
 from lolcats.cli.select_heads import select_heads
@@ -35,13 +34,13 @@ HELP = "\n\n".join(
         " Face folder.",
         "[bold]2. lolcats generate[/] continues prompts with it, [bold]lolcats chat[/] talks with it,"
         " [bold]lolcats serve[/] offers it to OpenAI's clients.",
-        "[bold]3. lolcats perplexity[/] measures it on held-out data, beside the original if you like.",
-        "[bold]Beside these[/]: chat keeps a conversation's state; eval scores the paper's tasks; analyse and report"
+        "[bold]3. lolcats eval[/] measures it beside the original: perplexity, recall, lm-eval's tasks.",
+        "[bold]Beside these[/]: chat keeps a conversation's state; analyse and report"
         " look inside; sweep runs grids of recipes; bench measures speed and memory; plan says what a run will need.",
         "[bold]Example[/]",
         "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned -o out/",
         '  lolcats generate out/ --prompt "The capital of France is"',
-        "  lolcats perplexity out/ --data held_out.jsonl",
+        "  lolcats eval out/ --tasks perplexity --data held_out.jsonl",
         '[bold]In Python[/]: import lolcats; AutoModelForCausalLM.from_pretrained("out/"), as for any model.',
     ]
 )
@@ -91,7 +90,7 @@ def models() -> None:
 
 COMMANDS = (
     *(linearize, select_heads, push, import_published, models, plan, generate, chat, serve),
-    *(perplexity, evaluate, analyse, report, sweep),
+    *(evaluate, analyse, report, sweep),
 )
 for command in COMMANDS:
     name = command.__name__.replace("_", "-")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
 import lolcats
@@ -42,19 +39,6 @@ class Group(TyperGroup):
 def notes() -> Console:
     """For people: progress, tables, messages; on stderr, so that stdout stays usable in a pipe."""
     return Console(file=sys.stderr)
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    """Bars on stderr: `bar(text)` adds one and returns what is called with the number done and that of all."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=notes()) as bars:
-
-        def bar(text: str) -> Callable[[int, int], None]:
-            task = bars.add_task(text, total=None)
-            return lambda done, total: bars.update(task, completed=done, total=total)
-
-        yield bar
 
 
 # Packages whose own warnings are noise to who runs a command.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from lolcats.cli.console import progress
+from lolcats.cli.console import notes
 from lolcats.cli.options import (
+    DATA_OPTIONS,
     ModelLoader,
     Sources,
     check_writable,
@@ -28,9 +30,10 @@ from lolcats.report import table, without_paths, write_text
 @settings_options(
     EvalOptions,
     *("tasks", "data_dir", "limit", "apply_chat_template", "run_code", "seed", "batch_size", "lengths", "haystack"),
+    "max_length",
 )
 @model_options
-@config_options("sequence_length")
+@config_options(*DATA_OPTIONS)
 def evaluate(
     models: Annotated[
         list[str], typer.Argument(help="Folders or hub ids. The first is what the others are compared with.")
@@ -52,9 +55,9 @@ def evaluate(
 
       lolcats eval HuggingFaceTB/SmolLM2-135M-Instruct out/ --tasks paper -o eval.json
 
-      lolcats eval out/ --teacher Qwen/Qwen2.5-Coder-0.5B-Instruct --tasks humaneval,humaneval_4k,gsm8k --run-code
+      lolcats eval out/ --teacher TEACHER --tasks perplexity --data held_out.jsonl
 
-      lolcats eval base out/ --tasks recall,ruler --lengths 1024,4096 --haystack books.jsonl
+      lolcats eval base out/ --tasks recall,gsm8k --lengths 1024,4096 --haystack books.jsonl
     """
     section = data_section(data, given) if data else None
     check_writable(output)
@@ -69,14 +72,7 @@ def evaluate(
         if output is not None:
             write_text(output, json.dumps(without_paths(report), indent=2, ensure_ascii=False) + "\n")
 
-    with progress() as bar:
-        report = evaluate_models(
-            paths,
-            load,
-            options,
-            progress=lambda path, part: bar(f"{Path(path).name}: {part}"),
-            keep=keep,
-        )
+    report = evaluate_models(paths, load, options, note=partial(notes().print, markup=False), keep=keep)
     keep(report)
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))

@@ -103,8 +103,8 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
         commands = [[*row["words"], "-o", str(out), "--resume"]]
         for name, source in spec["held_out"].items():
             text = ",".join([source["path"], *(f"{key}={value}" for key, value in source.items() if key != "path")])
-            options = spec["perplexity"] | {"data": text, "output": out / f"{name}.json"}
-            commands.append(["perplexity", str(out), *_words(options)])
+            options = {"tasks": "perplexity"} | spec["perplexity"] | {"data": text, "output": out / f"{name}.json"}
+            commands.append(["eval", str(out), *_words(options)])
         if spec["evaluate"]:
             commands.append(["eval", str(out), *_words(spec["evaluate"] | {"output": out / "eval.json"})])
         if (finished := read_optional(done)) and finished["commands"] == commands:
@@ -117,8 +117,10 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
         if failed:
             return row | {"status": "failed", "log": str(log)}
         result = row | {"status": "finished", "commands": commands} | (read_report(out) or {})
-        result["held_out"] = {name: read_optional(out / f"{name}.json")[0]["perplexity"] for name in spec["held_out"]}
-        result["evaluation"] = read_optional(out / "eval.json")["models"][-1] if spec["evaluate"] else {}
+        files = {name: out / f"{name}.json" for name in (*spec["held_out"], *(["eval"] if spec["evaluate"] else []))}
+        found = {name: read_optional(file)["models"][-1] for name, file in files.items()}
+        result["held_out"] = {name: found[name]["perplexity"]["perplexity"] for name in spec["held_out"]}
+        result["evaluation"] = found.get("eval", {})
         write_text(done, json.dumps(result))
         return result
 

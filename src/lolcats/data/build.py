@@ -85,22 +85,14 @@ def build_evaluation_dataset(config: DataSection, tokenizer: Any, *, progress: b
     return data
 
 
-def evaluation_documents(
-    config: DataSection, tokenizer: Any, *, max_tokens: int | None = None, join: bool = False, progress: bool = True
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """All rows of all sources as whole documents: (token ids [S] int32, is label [S] bool) of each.
-
-    max_tokens: of each source; the last document is cut there.
-    join: all rows of a source are one document, to get texts that are long enough.
-    """
-    documents: list[tuple[np.ndarray, np.ndarray]] = []
+def evaluation_text(config: DataSection, tokenizer: Any, *, progress: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """All rows of all sources as one text: token ids [S] int32, and which are labels [S] bool."""
     with progress_bar(progress) as bar:
-        for source in _open(config):
-            stream = token_stream(config, source, source.rows(True), 0, tokenizer, bar, max_tokens)[0]
-            borders = np.zeros(0, np.int64) if join else np.flatnonzero(np.diff(stream.document_ids)) + 1
-            parts = zip(np.split(stream.token_ids, borders), np.split(stream.is_label, borders), strict=True)
-            documents += [(ids, labels) for ids, labels in parts if len(ids)]
-    return documents
+        streams = [
+            token_stream(config, source, source.rows(True), 0, tokenizer, bar, None)[0] for source in _open(config)
+        ]
+    ids, labels = zip(*((stream.token_ids, stream.is_label) for stream in streams), strict=True)
+    return np.concatenate(ids), np.concatenate(labels)
 
 
 def tell_skipped(shown: bool, *splits: PackedDataset) -> None:

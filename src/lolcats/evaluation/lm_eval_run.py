@@ -1,8 +1,4 @@
-"""One model on lm-eval tasks: scores and standard errors.
-
-`LolcatsLM` is lm-eval's Hugging Face adapter, with its tokenisation and truncation: results agree within rounding. It
-reads choices of one token once, has logits only where they are scored, and generates with the engine.
-"""
+"""One model on lm-eval tasks: scores and standard errors, by lm-eval's Hugging Face adapter."""
 
 from __future__ import annotations
 
@@ -11,109 +7,32 @@ import gc
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import lm_eval.api.task
 import torch
 from lm_eval import evaluator
 from lm_eval.api.group import Group
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import env
-from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from lolcats.data.sources import quiet
 from lolcats.errors import UserError
-from lolcats.evaluation.perplexity import token_losses
 from lolcats.evaluation.tasks import flat
-from lolcats.generation.decoding import logits_at
 from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.model import LolcatsForCausalLM
 
-BATCH_TOKENS = 32768  # in a forward pass, padding included
-
-Score = tuple[float, bool]
-"""Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""
+SLOTS = 256  # most answers that are generated at a time
 
 
 class LolcatsLM(HFLM):
-    """Any causal language model, linearized or not.
-
-    Args:
-        pretrained: a model, or what `AutoModelForCausalLM.from_pretrained` takes.
-        batch_size: most contexts in a forward pass, and most answers that are generated at a time.
-        on_progress: called with (requests done, requests in all).
-        kwargs: as for lm-eval's `hf` model.
-    """
-
-    def __init__(
-        self,
-        pretrained: Any,
-        *,
-        batch_size: int = 256,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(pretrained=pretrained, batch_size=batch_size, **kwargs)
-        self.on_progress = on_progress
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
-        """Scores of (context, continuation) texts; `on_progress` takes the place of lm-eval's bars."""
-        return super().loglikelihood(requests, disable_tqdm=True)
-
-    @torch.no_grad()
-    def _loglikelihood_tokens(
-        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
-    ) -> list[Score]:
-        """Scores of (texts, context, continuation), in their order; what is too long loses its beginning.
-
-        Requests that read the same tokens share a row of a forward pass, as the choices of a question do that are one
-        token each, and there are logits only where they are scored.
-        """
-        rows: dict[tuple[int, ...], list[tuple[int, list[int]]]] = defaultdict(list)
-        for index, (_, context, continuation) in enumerate(requests):
-            if not context or not 1 <= len(continuation) <= self.max_length:
-                raise ValueError(
-                    f"request {index}: {len(context)} context and {len(continuation)} continuation tokens; expected at"
-                    f" least one of each and at most max_length={self.max_length} in the continuation"
-                )
-            rows[tuple((context + continuation)[-self.max_length - 1 : -1])].append((index, continuation))
-        scores: dict[int, Score] = {}
-        for batch in self._batches(rows):
-            scores |= self._score({read: rows[read] for read in batch})
-            self.on_progress(len(scores), len(requests))
-        return [scores[index] for index in range(len(requests))]
-
-    def _batches(self, rows: dict[tuple[int, ...], Any]) -> Iterator[list[tuple[int, ...]]]:
-        """Rows of similar length, longest first, so that the first batch needs most memory."""
-        waiting = sorted(rows, key=len, reverse=True)
-        while waiting:
-            size = min(self.batch_size, max(1, BATCH_TOKENS // len(waiting[0])))
-            yield waiting[:size]
-            waiting = waiting[size:]
-
-    def _score(self, rows: dict[tuple[int, ...], list[tuple[int, list[int]]]]) -> dict[int, Score]:
-        """Scores of one batch by the index of the request; padding on the right is never seen."""
-        ids_BT = pad_sequence([torch.tensor(read) for read in rows], batch_first=True).to(self.device)
-        places: list[int] = []
-        wanted: list[int] = []
-        ends = {}
-        for row, read in enumerate(rows):
-            for index, tokens in rows[read]:
-                end = row * ids_BT.shape[1] + len(read)
-                places += range(end - len(tokens), end)
-                wanted += tokens
-                ends[index] = len(wanted) - len(tokens), len(wanted)
-        wanted_P = torch.tensor(wanted, device=self.device)
-        with logits_at(self.model, torch.tensor(places, device=self.device)):
-            logits_PV = self.model(input_ids=ids_BT, use_cache=False).logits[0]
-        losses = token_losses(logits_PV, wanted_P).tolist()
-        greedy = (logits_PV.argmax(-1) == wanted_P).tolist()
-        return {index: (-sum(losses[begin:end]), all(greedy[begin:end])) for index, (begin, end) in ends.items()}
+    """Any causal language model, linearized or not; the engine generates the answers of those that it runs."""
 
     @property
     def max_gen_toks(self) -> int:
@@ -123,7 +42,7 @@ class LolcatsLM(HFLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers by the engine, longest sequences first; through `generate()` of a model that it does not run."""
         if not isinstance(self.model, LolcatsForCausalLM):
-            return super().generate_until(requests, disable_tqdm=True)
+            return super().generate_until(requests, disable_tqdm)
         by_length = defaultdict(list)
         for index, request in enumerate(requests):
             context, options = request.args
@@ -136,12 +55,13 @@ class LolcatsLM(HFLM):
             length = min(max(2048, 1 << (len(prompt) + new - 1).bit_length()), self.max_length)
             by_length[length].append((index, (prompt, params)))
         answers: dict[int, str] = {}
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="answers")
         for length, group in sorted(by_length.items(), reverse=True):
-            slots = slots_in_memory(self.model, length, min(self.batch_size, len(group)))
+            slots = slots_in_memory(self.model, length, min(SLOTS, len(group)))
             engine = Engine(self.model, self.tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
             for index, result in engine.as_completed(group, refuse=True):
                 answers[index] = result.text
-                self.on_progress(len(answers), len(requests))
+                bar.update()
             engine.shutdown()
             del engine
             gc.collect()
@@ -155,10 +75,9 @@ def run_tasks(
     tasks: Mapping[str, Any],
     *,
     limit: int | None = None,
-    batch_size: int = 256,
+    batch_size: int = 16,
     chat: bool | None = False,
     run_code: bool = False,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, dict[str, Any]]:
     """Measure `model` on tasks; the engine generates if it is linearized or `keep_softmax` made it.
 
@@ -179,7 +98,8 @@ def run_tasks(
     results: dict[str, dict[str, Any]] = {}
     with lm_eval_set_up():
         device = str(next(model.parameters()).device)
-        lm = LolcatsLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device, on_progress=on_progress)
+        settings: dict[str, Any] = {"batch_size": batch_size, "device": device, "softmax_dtype": "float32"}
+        lm = LolcatsLM(model, tokenizer=tokenizer, **settings)
         generate = {
             name: all(member.OUTPUT_TYPE == "generate_until" for member in _members(task))
             for name, task in tasks.items()
@@ -199,6 +119,34 @@ def run_tasks(
             )
             results |= {name: _summary(name, task, found) | {"chat_template": in_chat} for name, task in part.items()}
     return {name: results[name] for name in tasks}
+
+
+def run_ruler(
+    model: Any, tokenizer: Any, path: str, lengths: tuple[int, ...], samples: int, batch_size: int, name: str = "ruler"
+) -> list[dict[str, Any]]:
+    """RULER (arXiv:2404.06654): kind, length, accuracy, stderr and samples of each of its tasks.
+
+    Args:
+        path: where lm-eval finds the tokenizer, whose tokens it counts.
+        lengths: tokens of prompt and answer.
+        samples: texts of each task and length, at most lm-eval's 500.
+        name: lm-eval's group, or one of its tasks.
+    """
+    rows = []
+    for length in lengths:
+        with lm_eval_set_up():
+            manager = TaskManager(metadata={"tokenizer": path, "max_seq_lengths": [length]})
+            try:
+                tasks = manager.load(name)["tasks"]
+            except (ImportError, OSError, LookupError, ValueError) as error:
+                raise UserError(f"lm-eval cannot write RULER's texts of {length} tokens: {error}") from error
+        for task in tasks.values():
+            task.main_metric = str(length)
+        found = run_tasks(model, tokenizer, tasks, limit=samples, batch_size=batch_size)
+        for kind, cell in found.items():
+            numbers = {"accuracy": cell["value"], "stderr": cell["stderr"], "samples": cell["questions"]}
+            rows.append({"kind": kind, "length": length, **numbers})
+    return rows
 
 
 def _members(task: Any) -> list[Any]:
@@ -237,16 +185,13 @@ def _measured(row: dict[str, Any], metric: str) -> dict[str, Any]:
 
 @contextmanager
 def lm_eval_set_up() -> Iterator[None]:
-    """lm-eval without bars and log lines (ours shows the progress of all tasks together), and quicker.
-
-    It compiles the same few Jinja templates anew for every question, which for MMLU takes minutes.
-    """
+    """lm-eval without its log lines, and with each Jinja template compiled once instead of for every question, which
+    for MMLU takes minutes."""
     logger, template = logging.getLogger("lm_eval"), functools.lru_cache(maxsize=1024)(env.from_string)
-    silent = functools.partial(lm_eval.api.task.tqdm, disable=True)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with quiet(), patch.object(lm_eval.api.task, "tqdm", silent), patch.object(env, "from_string", template):
+        with quiet(), patch.object(env, "from_string", template):
             yield
     finally:
         logger.setLevel(level)

@@ -29,9 +29,8 @@ class EvalOptions(Section, frozen=True):
     """What is measured, and how much of it."""
 
     tasks: Annotated[tuple[str, ...], BeforeValidator(_split)] = Field("paper", validate_default=True)
-    """`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks (humaneval, gsm8k, ...;
-    `humaneval_4k`: behind 4k tokens of other code; `gsm8k_8shot`), `topics` (many-shot classification), `recall`,
-    `ruler`, `passkey`, `esl`; separated by commas."""
+    """`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks (gsm8k, humaneval, ...),
+    `recall`, `passkey`, `ruler`, `perplexity` (of --data); separated by commas."""
     data_dir: str | None = None
     """Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub."""
     apply_chat_template: bool | None = None
@@ -40,17 +39,19 @@ class EvalOptions(Section, frozen=True):
     """Run programs that the model writes (humaneval, mbpp): no sandbox."""
     limit: int | None = Field(None, ge=1)
     """Only the first questions of each task (each MMLU subject); so many texts of each kind and length of recall, ruler
-    (50) and passkey (100), sequences of esl."""
+    (50) and passkey (100), sequences of perplexity."""
     seed: int = Field(0, ge=0)
-    """Seed of passkeys and of drawn examples."""
-    batch_size: int = Field(256, ge=1)
-    """Most contexts or answers at a time; of esl a sixteenth."""
+    """Seed of recall, passkeys and drawn examples."""
+    batch_size: int = Field(16, ge=1)
+    """Sequences per forward pass."""
     lengths: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_numbers)] = None
     """recall, ruler (1024 to 8192), passkey (2048 to 10240): tokens of the texts."""
     haystack: str = "demo"
-    """recall, ruler: data source with the text around; `demo`: shipped textbooks."""
+    """recall: data source with the text around; `demo`: shipped textbooks."""
+    max_length: int | None = Field(None, ge=2)
+    """perplexity: read the data as one text, in windows of so many tokens; without, packed sequences."""
     data: DataSection | None = None
-    """Text for esl."""
+    """Text for perplexity."""
     model_options: dict[str, Any] = {}
     """How models are loaded; written into the report."""
 

@@ -1,15 +1,13 @@
-"""Perplexity: of packed sequences, and of whole documents by position: does a model hold past its training length?
+"""Perplexity: of packed sequences, and of a long text by position: does a model hold past its training length?
 
-Long documents are read in windows. Every token that has something before it in a window is scored once, in the
-first window that holds it, where it has most context. Windows go through the model in pieces, with its cache between
-them, so that memory is that of one piece and of the cache: constant for a linearized model.
+Windows of a text go through the model in pieces, with its cache between them, so that memory is that of one piece and
+of the cache: constant for a linearized model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -28,8 +26,6 @@ from lolcats.modeling.compat import CACHE
 from lolcats.parallel.group import SINGLE, Group
 
 PIECE = 2048  # most tokens, of all windows in a batch together, that go through the model at a time
-Document = tuple[np.ndarray, np.ndarray]
-"""Token ids [S], and whether each is to be scored [S]."""
 
 
 def token_losses(logits_MV: Tensor, target_M: Tensor) -> Tensor:
@@ -107,98 +103,50 @@ def batches_of(dataset: PackedDataset, batch_size: int, *, first: int | None = N
     return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
 
 
-@dataclass(frozen=True)
-class Window:
-    """Tokens `begin` to `end` of a document, of which those from `first` on are scored."""
-
-    document: int
-    begin: int
-    end: int
-    first: int
-
-
-def windows(lengths: list[int], max_length: int, stride: int) -> Iterator[Window]:
-    """Windows over documents of the given lengths, such that no token is scored twice.
-
-    A window's first token is never scored; only a window before it that overlaps can do so.
-
-    Args:
-        max_length: most tokens in a window.
-        stride: tokens from one window's beginning to the next one's. With less than `max_length`, each token
-            after the first window has at least `max_length - stride` tokens before it.
-    """
-    if not 1 <= stride <= max_length:
-        raise UserError(f"stride={stride}: expected 1 to max_length={max_length}")
-    for document, length in enumerate(lengths):
-        scored = 1  # nothing precedes the first token
-        for begin in range(0, length, stride):
-            end = min(begin + max_length, length)
-            first = max(scored, begin + 1)
-            if end > first:
-                yield Window(document, begin, end, first)
-            scored = end
-            if end == length:
-                break
-
-
 @torch.no_grad()
-def document_perplexity(
+def text_perplexity(
     model: Any,
-    documents: list[Document],
+    ids_S: np.ndarray,
+    is_label_S: np.ndarray,
     *,
     max_length: int,
-    stride: int | None = None,
     batch_size: int = 1,
     training_length: int | None = None,
     begin_with: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Perplexity of a model on whole documents.
+    """Perplexity of a model on one text, by the place of a token in its window.
 
     Args:
-        stride: None: `max_length`, windows that do not overlap.
+        ids_S, is_label_S: tokens, and whether each is to be scored.
+        max_length: tokens of a window; they do not overlap, and nothing precedes the first token of each.
         training_length: tokens that the model was trained on; adds `past_training`.
         begin_with: token in front of every window, which counts among its `max_length`; its successor stays unscored.
-        on_progress: called with (tokens read, tokens in all).
 
     Returns:
         perplexity, loss (nats per token), tokens; positions, the loss by a token's place in its window, in
         intervals that double.
 
     Raises:
-        UserError: nothing to score, or a stride that leaves gaps.
+        UserError: nothing to score.
     """
     device = next(model.parameters()).device
     offset = 0 if begin_with is None else 1
-    room = max_length - offset
-    lengths = [len(ids) for ids, _ in documents]
-    todo = sorted(windows(lengths, room, room if stride is None else stride), key=lambda w: w.begin - w.end)
+    room = min(max_length - offset, max(len(ids_S), 1))
+    # All windows, filled up on the right, where nothing before can see it.
+    count = -(-len(ids_S) // room)
+    ids_NT = np.full((count, offset + room), begin_with or 0, dtype=np.int64)
+    wanted_NT = np.zeros(ids_NT.shape, dtype=np.bool_)
+    filled = np.arange(count * room).reshape(count, room) < len(ids_S)
+    ids_NT[:, offset:][filled], wanted_NT[:, offset:][filled] = ids_S, is_label_S
+    wanted_NT[:, : offset + 1] = False
     sums_device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
-    total_T = torch.zeros(max_length, dtype=torch.float64, device=sums_device)
-    count_T = torch.zeros(max_length, dtype=torch.int64, device=device)
-    read, in_all = 0, sum(window.end - window.begin for window in todo)
-    for start in range(0, len(todo), batch_size):
-        # The windows' tokens, filled up on the right, where nothing before can see it, and which of them are scored.
-        batch = todo[start : start + batch_size]
-        longest = batch[0].end - batch[0].begin
-        ids_BT = torch.full((len(batch), offset + longest), begin_with or 0)
-        wanted_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
-        for row, window in enumerate(batch):
-            ids, is_label = documents[window.document]
-            first, end = offset + window.first - window.begin, offset + window.end - window.begin
-            ids_BT[row, offset:end] = torch.from_numpy(ids[window.begin : window.end].astype(np.int64))
-            wanted_BT[row, first:end] = torch.from_numpy(is_label[window.first : window.end].astype(np.bool_))
-        ids_BT, wanted_BT = ids_BT.to(device), wanted_BT.to(device)
-        # Their losses, summed by place in the window.
-        for begin, losses_BC in _losses(model, ids_BT, max(1, PIECE // len(batch))):
-            end = begin + losses_BC.shape[1]
-            wanted_BC = wanted_BT[:, begin:end]
-            total_T[begin:end] += losses_BC.masked_fill(~wanted_BC, 0.0).to(sums_device).double().sum(0)
-            count_T[begin:end] += wanted_BC.sum(0)
-        read += sum(window.end - window.begin for window in batch)
-        if on_progress is not None:
-            on_progress(read, in_all)
-    return _summary(total_T.cpu().numpy(), count_T.cpu().numpy(), training_length)
+    total_T = torch.zeros(offset + room, dtype=torch.float64, device=sums_device)
+    for start in range(0, count, batch_size):
+        ids_BT, wanted_BT = (torch.from_numpy(x[start : start + batch_size]).to(device) for x in (ids_NT, wanted_NT))
+        for begin, losses_BC in _losses(model, ids_BT, max(1, PIECE // len(ids_BT))):
+            place = slice(begin, begin + losses_BC.shape[1])
+            total_T[place] += losses_BC.masked_fill(~wanted_BT[:, place], 0.0).to(sums_device).double().sum(0)
+    return _summary(total_T.cpu().numpy(), wanted_NT.sum(0), training_length)
 
 
 def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -214,7 +162,7 @@ def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int,
 
 def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> dict[str, Any]:
     if not count_T.any():
-        raise UserError("no token to score: the documents are empty, or lack answers (try --loss-on all)")
+        raise UserError("no token to score: the text is empty, or lacks answers (try --loss-on all)")
     used = int(np.flatnonzero(count_T)[-1]) + 1
     doubling = [0, *(2**power for power in range(6, 40) if 2**power < used), used]
 

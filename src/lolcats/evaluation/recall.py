@@ -31,7 +31,6 @@ def recall_accuracy(
     samples: int = RECALL["samples"],
     seed: int = 0,
     haystack: str = "demo",
-    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Accuracy, one entry for each kind and length in which it fits.
 
@@ -51,7 +50,7 @@ def recall_accuracy(
     copied = {kind: int(kind.removeprefix("copy_")) for kind in kinds if kind.startswith("copy_")}  # tokens
     plan = [(kind, length) for kind in kinds for length in lengths if 2 * copied.get(kind, 0) <= length]
     results = []
-    for done, (kind, length) in enumerate(plan):
+    for kind, length in plan:
         written = [write(kind, length, seed, index) for index in range(samples)]
         rows = 1 if kind == "passkey" else max(1, TOKENS_AT_A_TIME // length)  # passkey texts differ in length
         answers: list[list[tuple[int, bool]]] = []
@@ -71,8 +70,6 @@ def recall_accuracy(
                 "depths": [sum(found) / len(found) if found else None for found in tenths],
             }
         )
-        if on_progress is not None:
-            on_progress(done + 1, len(plan))
     return results
 
 

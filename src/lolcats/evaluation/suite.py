@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from lolcats.config import DataSection
 from lolcats.data import build_evaluation_dataset
+from lolcats.data.build import evaluation_text
+from lolcats.data.packing import begin_token
 from lolcats.errors import UserError
-from lolcats.evaluation.effective_length import dataset_lengths, distribution
-from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, with_begin_token
+from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, training_length, with_begin_token
 from lolcats.evaluation.options import EvalOptions
+from lolcats.evaluation.perplexity import dataset_perplexity, text_perplexity
 from lolcats.evaluation.recall import PASSKEY, RECALL, recall_accuracy
 from lolcats.evaluation.tables import add_averages
-from lolcats.evaluation.tasks import check_names, data_hashes, load_tasks
+from lolcats.evaluation.tasks import check_names, data_hashes, load_tasks, task_manager
 from lolcats.provenance import provenance
 
 Load = Callable[[str], tuple[Any, Any]]
-Advance = Callable[[int, int], None]
 
 
 def evaluate_models(
@@ -30,7 +31,7 @@ def evaluate_models(
     load: Load,
     options: EvalOptions,
     *,
-    progress: Callable[[str, str], Advance] = lambda model, evaluation: lambda done, total: None,
+    note: Callable[[str], None] = lambda text: None,
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Measure models one after another; the first one is what the others are compared with.
@@ -38,7 +39,7 @@ def evaluate_models(
     Args:
         models: folders or hub ids.
         load: opens one: (model in eval mode, tokenizer).
-        progress: (model, evaluation) -> a function that is told (done, in all).
+        note: is told what is measured next.
         keep: gets the report after each evaluation, marked "unfinished".
 
     Returns:
@@ -58,16 +59,15 @@ def evaluate_models(
         report["provenance"]["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
     for path in models:
         model, tokenizer = load(path)
-        data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
         row: dict[str, Any] = {"model": path, **describe(model)}
         model = for_engine(model)
         row |= cache_bytes_of(model)
         report["models"].append(row)
         for name, part in parts.items():
             torch.manual_seed(options.seed)
-            advance = progress(path, name)
+            note(f"{path}: {name}")
             try:
-                row[name] = part(options, model, tokenizer, data, advance)
+                row[name] = part(options, path, model, tokenizer)
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"out of memory in {name} of {path}: lower --batch-size (now {options.batch_size})"
@@ -86,68 +86,62 @@ def check(options: EvalOptions) -> None:
     """Raise for what cannot be measured, before any model is loaded."""
     if options.lm_eval_tasks:
         check_names(options.lm_eval_tasks, options.data_dir, options.run_code)
-    if "ruler" in options.tasks:
-        from lolcats.evaluation.ruler import check_ruler
-
-        check_ruler()
-    if "esl" in options.tasks and options.data is None:
-        raise UserError("--tasks esl measures training text: name it with --data")
+    elif "ruler" in options.tasks:
+        task_manager(known_only=True)
+    if "perplexity" in options.tasks and options.data is None:
+        raise UserError("--tasks perplexity measures held-out text: name it with --data")
 
 
-def _tasks(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+def _tasks(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> Any:
     from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
 
+    if options.run_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which the tasks' metric asks for
     chat = options.apply_chat_template is not False and bool(getattr(tokenizer, "chat_template", None))
     with lm_eval_set_up():
-        tasks = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, tokenizer, chat)
+        tasks = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, chat)
     given: dict[str, Any] = {"limit": options.limit, "batch_size": options.batch_size}
-    given |= {"chat": options.apply_chat_template, "run_code": options.run_code, "on_progress": advance}
-    return run_tasks(model, tokenizer, tasks, **given)
+    return run_tasks(model, tokenizer, tasks, **given, chat=options.apply_chat_template, run_code=options.run_code)
 
 
 def _recall(
-    options: EvalOptions,
-    model: Any,
-    tokenizer: Any,
-    data: DataSection | None,
-    advance: Advance,
-    usual: dict[str, Any] = RECALL,
-) -> Any:
+    options: EvalOptions, path: str, model: Any, tokenizer: Any, usual: dict[str, Any] = RECALL
+) -> list[dict[str, Any]]:
     given = {"lengths": options.lengths, "samples": options.limit, "seed": options.seed}
     plan = usual | {name: value for name, value in given.items() if value is not None}
-    return recall_accuracy(model, tokenizer, **plan, haystack=options.haystack, on_progress=advance)
+    return recall_accuracy(model, tokenizer, **plan, haystack=options.haystack)
 
 
-def _ruler(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
-    from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
-    from lolcats.evaluation.ruler import ruler_tasks
+def _ruler(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    from lolcats.evaluation.lm_eval_run import run_ruler  # needs lm-eval
 
-    seed, samples = options.seed, options.limit or RECALL["samples"]
-    with lm_eval_set_up():
-        lengths = options.lengths or RECALL["lengths"]
-        tasks = ruler_tasks(tokenizer, lengths=lengths, samples=samples, seed=seed, haystack=options.haystack)
-    named = {task.task_name: task for task in tasks.values()}
-    found = run_tasks(model, tokenizer, named, batch_size=options.batch_size, on_progress=advance)
-    rows = []
-    for (kind, length), task in tasks.items():
-        measured = found[task.task_name]
-        numbers = {"accuracy": measured["value"], "stderr": measured["stderr"], "samples": measured["questions"]}
-        rows.append({"kind": kind, "length": length, **numbers})
-    return rows
+    lengths, samples = options.lengths or RECALL["lengths"], options.limit or RECALL["samples"]
+    return run_ruler(model, tokenizer, path, lengths, samples, options.batch_size)
 
 
-def _esl(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
-    assert data is not None  # see check
-    if options.limit is not None:
-        data = data.model_copy(update={"validation_sequences": options.limit})
-    dataset = build_evaluation_dataset(data, tokenizer)
-    lengths = dataset_lengths(dataset, model, batch_size=max(1, options.batch_size // 16), on_progress=advance)
-    return {"sequence_length": data.sequence_length, "begin_token": data.begin_token, **distribution(lengths)}
+def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    assert options.data is not None  # see check
+    data = with_begin_token(options.data, path, tokenizer)
+    if options.max_length is None:
+        if options.limit is not None:
+            data = data.model_copy(update={"validation_sequences": options.limit})
+        packed = build_evaluation_dataset(data, tokenizer)
+        found = dataset_perplexity(model, packed, batch_size=options.batch_size)
+    else:
+        found = text_perplexity(
+            model,
+            *evaluation_text(data, tokenizer),
+            max_length=options.max_length,
+            batch_size=options.batch_size,
+            training_length=training_length(path),
+            begin_with=begin_token(tokenizer) if data.begin_token else None,
+        )
+    return found | {"begin_token": data.begin_token}
 
 
 EVALUATIONS: dict[str, Callable[..., Any]] = {
+    "perplexity": _perplexity,
     "recall": _recall,
     "ruler": _ruler,
     "passkey": partial(_recall, usual=PASSKEY),
-    "esl": _esl,
 }

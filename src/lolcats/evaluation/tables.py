@@ -33,14 +33,12 @@ def add_averages(row: dict[str, Any]) -> None:
 def tables(report: dict[str, Any]) -> list[Table]:
     """All tables of a report, each of the models for which it was measured."""
     rows = report["models"]
-    having = {name: [row for row in rows if name in row] for name in ("attention", "tasks", "esl")}
+    having = {name: [row for row in rows if name in row] for name in ("attention", "tasks", "perplexity")}
     found = [_attention_table(having["attention"])] if having["attention"] else []
     if having["tasks"]:
         found.append(_task_table(having["tasks"], report["settings"]["limit"]))
     found += recall_tables(rows)
-    if having["esl"]:
-        found.append(_esl_table(having["esl"]))
-    return found
+    return found + (_perplexity_tables(having["perplexity"]) if having["perplexity"] else [])
 
 
 def recall_tables(rows: list[dict[str, Any]]) -> list[Table]:
@@ -92,14 +90,19 @@ def _recall_table(rows: list[dict[str, Any]], name: str) -> Table:
     return (f"{title} (percent) by tokens of the text", ["task", "model", *map(str, lengths)], body)
 
 
-def _esl_table(rows: list[dict[str, Any]]) -> Table:
-    columns = ["model", "mean", "std", *(f"{10 * place}%" for place in range(11))]
-    body = [
-        [row["model"], *(f"{value:.0f}" for value in (row["esl"]["mean"], row["esl"]["std"], *row["esl"]["deciles"]))]
-        for row in rows
-    ]
-    length = rows[0]["esl"]["sequence_length"]
-    return (f"Effective sequence length of {length} tokens (sum over queries)", columns, body)
+def _perplexity_tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Of all data, and by position where a text was read in windows."""
+    cells = [(row["model"], row["perplexity"]) for row in rows]
+    body = [[name, f"{x['perplexity']:.3f}", f"{x['loss']:.4f}", f"{x['tokens']:,}"] for name, x in cells]
+    found = [("Perplexity", ["model", "perplexity", "loss (nats/token)", "tokens"], body)]
+    if all("positions" in cell for _, cell in cells):
+        places = zip(*(cell["positions"] for _, cell in cells), strict=False)
+        body = [
+            [f"{place[0]['start']:,} to {place[0]['end'] - 1:,}", *(f"{entry['perplexity']:.3f}" for entry in place)]
+            for place in places
+        ]
+        found.append(("Perplexity by position in the window", ["tokens before", *(name for name, _ in cells)], body))
+    return found
 
 
 def _number(value: float, stderr: float | None, digits: int = 1) -> str:

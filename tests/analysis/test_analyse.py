@@ -1,19 +1,40 @@
-"""What analyse() finds in tiny finished runs, against numbers computed otherwise."""
+"""What analyse() finds: in tiny finished runs, and on several families against numbers computed otherwise."""
 
 from __future__ import annotations
 
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from lolcats.analysis.analyse import analyse
-from lolcats.analysis.stages import load_stages
+from lolcats.analysis.analyse import analyse, bin_numbers, doubling_bins, measure
 from lolcats.cli.app import app
+from lolcats.config.attention import AttentionConfig
+from lolcats.conversion import convert
+from lolcats.data import PackedDataset
 from lolcats.errors import UserError
+from lolcats.modeling.call import AttentionCall
+
+COMMON = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"] * 2},
+    "gpt_neox": {},
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,113 +44,85 @@ def analysis(finished, data_file):
     result = CliRunner().invoke(app, ["analyse", str(finished), *options])
     assert result.exit_code == 0, result.output
     found = json.loads((finished / "analysis.json").read_text())
-    assert f"{found['mse']['adjust'][1]:.3g}" in result.stdout
+    assert f"{found['mse'][1]:.3g}" in result.stdout
     return found
 
 
-@pytest.fixture(scope="module")
-def original(model_dir):
-    return AutoModelForCausalLM.from_pretrained(model_dir)
-
-
-def test_what_the_file_says(analysis, finished):
-    assert str(finished.parent) not in json.dumps(analysis)
-    assert analysis["stages"] == ["swapped", "transfer", "adjust"]
-    assert analysis["layers"] == [0, 1]
-    assert analysis["notes"] == []
-
-
-def test_the_weights_before_stage_2_are_the_original_models(finished, original):
-    weights, _ = load_stages(finished)
-    names = dict(original.named_parameters())
-    for stage in ("swapped", "transfer"):
-        weights.use(stage)
-        for name, parameter in names.items():
-            torch.testing.assert_close(weights.model.get_parameter(f"model.{name}"), parameter, rtol=0, atol=1e-5)
-    weights.use("adjust")
-    moved = weights.model.get_parameter("model.model.layers.0.self_attn.q_proj.weight")
-    assert not torch.allclose(moved, names["model.layers.0.self_attn.q_proj.weight"], atol=1e-3)
-
-
-def test_errors_agree_with_the_loss_of_stage_1(analysis, finished, held_out, run_settings, tmp_path):
+def test_errors_agree_with_the_loss_of_stage_1(make_run, held_out, run_settings):
     """The training report's per-layer losses are 1000 * MSE on the validation split."""
-    losses = json.loads((finished / "lolcats_report.json").read_text())["stages"]["transfer"]
+    finished = make_run({"adjust": {"enabled": False}})
+    losses = json.loads((finished / "lolcats_report.json").read_text())["stages"]["transfer"]["layer_losses"]
     rows = held_out.sources[0].model_copy(update={"max_rows": run_settings["data"]["validation_rows"]})
     section = held_out.model_copy(update={"validation_sequences": None, "sources": [rows]})
-    values = analyse(shutil.copytree(finished, tmp_path / "out"), section)
-    for stage, key in (("swapped", "layer_losses_before"), ("transfer", "layer_losses")):
-        # The evaluation split also has the incomplete last sequence, so that the two agree only about.
-        expected = [losses[key][str(layer)] / 1000 for layer in (0, 1)]
-        assert values["mse"][stage] == pytest.approx(expected, rel=0.2)
-    assert sum(analysis["mse"]["transfer"]) < sum(analysis["mse"]["swapped"])
-    assert analysis["mse"]["transfer"] == analysis["mse_original"]["transfer"]
-    assert analysis["mse"]["adjust"] != analysis["mse_original"]["adjust"]
+    # The evaluation split also has the incomplete last sequence, so that the two agree only about.
+    assert analyse(finished, section)["mse"] == pytest.approx([losses[str(x)] / 1000 for x in (0, 1)], rel=0.2)
 
 
-def test_shares_and_maps_are_consistent(analysis):
-    share, maps = analysis["linear_share"], analysis["maps"]
-    for stage in analysis["stages"]:
-        for layer in range(2):
-            assert sum(share["by_distance"][stage][layer]) == pytest.approx(1, abs=1e-5)
-            parts = share["linear_by_distance"][stage][layer]
-            assert sum(parts) == pytest.approx(share["share"][stage][layer], abs=1e-5)
-            assert parts[:3] == [0, 0, 0]  # distances 0 to 3 are within a terraced window of 4 + 4
-            assert 0 < share["share"][stage][layer] < 1
+def test_shares_and_maps_are_consistent(analysis, finished):
+    assert str(finished.parent) not in json.dumps(analysis)
+    share, maps = analysis["linear_share"], analysis["maps"]["maps"]
     for layer in range(2):
+        assert sum(share["by_distance"][layer]) == pytest.approx(1, abs=1e-5)
         assert sum(share["softmax_by_distance"][layer]) == pytest.approx(1, abs=1e-5)
+        parts = share["linear_by_distance"][layer]
+        assert sum(parts) == pytest.approx(share["share"][layer], abs=1e-5)
+        assert parts[:3] == [0, 0, 0]  # distances 0 to 3 are within a terraced window of 4 + 4
+        assert 0 < share["share"][layer] < 1
     assert share["distances"][-1] == [32, 47]
-    assert {(entry["layer"], entry["head"]) for entry in maps["maps"]} == {(x, y) for x in range(2) for y in range(4)}
-    first = maps["maps"][0]
-    assert set(first) == {"layer", "head", "softmax", "swapped", "transfer", "adjust"}
-    assert len(first["softmax"]) == 32
-    assert len(maps["keys"]) == len(first["softmax"][0]) == 48  # the two ends overlap in 48 tokens
-    assert sum(first["softmax"][-1]) == pytest.approx(1, abs=1e-3)  # all keys shown; rounded
-    assert first["swapped"] != first["transfer"]
+    assert [(entry["layer"], entry["head"]) for entry in maps] == [(x, y) for x in range(2) for y in range(4)]
+    assert len(maps[0]["softmax"]) == 32
+    assert len(maps[0]["softmax"][0]) == 48  # the two ends overlap in 48 tokens
+    for kind in ("softmax", "hybrid"):
+        assert sum(maps[0][kind][-1]) == pytest.approx(1, abs=1e-3)  # all keys shown; rounded
+    assert maps[0]["softmax"] != maps[0]["hybrid"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "stages"),
-    [
-        ({"adjust": {"enabled": False}}, ["swapped", "transfer"]),
-        ({"transfer": {"enabled": False}, "adjust": {"train_feature_maps": True}}, ["swapped", "adjust"]),
-        ({"adjust": {"train_feature_maps": True}}, ["swapped", "transfer", "adjust"]),
-        ({"adjust": {"method": "full"}}, ["adjust"]),
-        (
-            {"attention": {"window_size": 0, "feature_map": "t2r", "exact": [0]}},
-            ["swapped", "transfer", "adjust"],
-        ),
-    ],
-    ids=["transfer-only", "no-transfer", "maps-too", "full", "t2r-half"],
-)
-def test_other_runs(make_run, held_out, changes, stages):
-    short = {"transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}
-    output = make_run({key: short.get(key, {}) | changes.get(key, {}) for key in {*short, *changes}})
-    values = analyse(output, held_out)
-    assert values["stages"] == stages
-    assert bool(values["notes"]) == (stages == ["adjust"])
-    assert all(value > 0 for row in values["mse"].values() for value in row)
-    if changes.get("attention"):
-        assert values["layers"] == [1]
-        # All weight is linear; ReLU features can leave single queries without any.
-        assert values["linear_share"]["share"]["adjust"] == pytest.approx([1], abs=0.02)
+def test_a_linear_part_alone_has_all_the_weight(make_run, held_out):
+    attention = {"window_size": 0, "feature_map": "t2r", "exact": [0]}
+    values = analyse(make_run({"attention": attention, "adjust": {"enabled": False}}), held_out)
+    assert values["layers"] == [1]
+    assert values["linear_share"]["share"] == pytest.approx([1], abs=0.02)  # ReLU leaves single queries without any
 
 
-def test_without_a_run_folder_or_report(finished, held_out, tmp_path):
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_against_plain_passes(family):
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON, **FAMILIES[family])).eval()
+    model = convert(base, AttentionConfig(window_size=4)).eval()
+    tokens = np.random.default_rng(0).integers(1, 50, (2, 24)).astype(np.int32)
+    found = measure(model, PackedDataset(tokens, np.ones_like(tokens, dtype=bool)), span=8)
+    plain = []
+    call = AttentionCall(mode="softmax", observe=lambda **seen: plain.append(seen))
+    with torch.no_grad():
+        model(torch.from_numpy(tokens).long(), use_cache=False, attention_call=call)
+        for layer, seen in enumerate(plain):
+            options = {key: value for key, value in seen["call"].items() if key != "sliding_window"}
+            y, _ = seen["module"](seen["q"], seen["k"], seen["v"], **options, backend="reference")
+            expected = (y - seen["y_softmax"]).square().mean((0, 2, 3))
+            torch.testing.assert_close(torch.tensor(found["mse_heads"][layer]), expected, rtol=1e-3, atol=1e-9)
+    if family == "llama":  # keys 8 to 15 of the last 8 queries are not shown
+        score = (plain[1]["q"][0, 0] @ plain[1]["k"][0, 0].T) / plain[1]["q"].shape[-1] ** 0.5
+        weight = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        shown = torch.tensor(next(x["softmax"] for x in found["maps"]["maps"] if (x["layer"], x["head"]) == (1, 0)))
+        expected = weight[16:, [*range(8), *range(16, 24)]]
+        torch.testing.assert_close(shown, expected, rtol=1e-3, atol=1e-6)  # four digits are kept
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bins_are_exact_at_powers_of_two(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    tokens = 2**17
+    number_T = bin_numbers(torch.arange(tokens, device=device)).cpu()
+    found = [[int(x[0]), int(x[-1])] for x in torch.arange(tokens).split(number_T.bincount().tolist())]
+    assert number_T.equal(number_T.sort().values)
+    assert found == doubling_bins(tokens)
+
+
+def test_a_folder_without_a_report_is_analysed_and_others_are_refused(finished, held_out, model_dir, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(finished, bare, ignore=shutil.ignore_patterns("run", "lolcats_report.json"))
-    values = analyse(bare, held_out)  # config.json still says how it was made
-    assert values["stages"] == ["adjust"]
-    assert "run/adjust" in values["notes"][0]
-    config = json.loads((bare / "config.json").read_text())
-    config["provenance"] = {}
-    (bare / "config.json").write_text(json.dumps(config))
-    values = analyse(bare, held_out)
-    assert values["stages"] == ["trained"]
-    # Layer 0 reads the embeddings; later layers read hidden states of other weights than with all stages known.
-    assert values["mse"]["trained"][0] == pytest.approx(analyse(finished, held_out)["mse"]["adjust"][0], rel=1e-4)
-
-
-def test_what_cannot_be_analysed(finished, held_out, model_dir, tmp_path):
+    assert analyse(bare, held_out)["mse"] == pytest.approx(analyse(finished, held_out)["mse"], rel=1e-4)
     with pytest.raises(UserError, match="not a linearized model"):
         analyse(model_dir, held_out)
     with pytest.raises(UserError, match="not a folder"):

@@ -92,16 +92,14 @@ def test_the_page_holds_everything(written, finished):
     assert {value for tag, name, value in page.attributes if name == "href"} == {f"#{name}" for name in ids}
 
 
-def test_charts_show_the_stages(written):
+def test_charts(written):
     page = Page(written.read_text())
     assert set(page.charts) == {
         "Attention transfer: loss", "Low-rank adjusting: validation perplexity", "Low-rank adjusting: loss",
-        "Output error", "Error after adjusting", "Share of the linear part",
-        "Weight by distance", "Attention weights",
+        "Loss by layer", "Output error", "Share of the linear part", "Weight by distance", "Attention weights",
     }  # fmt: skip
-    stages = ["swapped, untrained", "after attention transfer", "after adjusting"]
-    assert [label for label in page.labels("Output error") if label in stages] == stages
-    assert {"0", "2-3", "32-47"} <= set(page.labels("Weight by distance"))
+    assert [label for label in page.labels("Loss by layer") if label in ("before", "after")] == ["before", "after"]
+    assert {"0", "2-3", "32-47", "softmax", "hybrid"} <= set(page.labels("Weight by distance"))
 
 
 def test_the_page_asks_for_nothing_and_is_the_same_again(written):

@@ -1,25 +1,36 @@
-"""All diagnostics of one model, written beside it."""
+"""What each layer of a linearized model does, next to its own softmax attention: written as `analysis.json`.
+
+All layers read the hidden states of the model with softmax attention, as in attention transfer: a difference is then
+one of that layer, not of its inputs. docs/analysis.md says what the keys are.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lolcats.analysis.diagnostics import AttentionMaps, LinearShare, OutputError
-from lolcats.analysis.observe import Seen, measure
-from lolcats.analysis.stages import load_stages
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
 from lolcats.config import DataSection
-from lolcats.data import build_evaluation_dataset
+from lolcats.config.attention import AttentionConfig
+from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
-from lolcats.evaluation.load import with_begin_token
+from lolcats.evaluation.load import load_model, with_begin_token
+from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops import attention_weights
 from lolcats.provenance import provenance
 from lolcats.report import ANALYSIS_FILE, plain, without_paths, write_text
 
-FORMAT = 3  # of analysis.json; raise when a key changes its meaning
-MAP_LAYERS, MAP_HEADS = 5, 4  # as the paper's appendix shows
+FORMAT = 4  # of analysis.json; raise when a key changes its meaning
+MAP_LAYERS, MAP_HEADS, MAP_SPAN = 5, 4, 32  # as the paper's appendix shows
+DIGITS = 4  # of the weights in pictures
 
 
 def analyse(
@@ -45,36 +56,140 @@ def analyse(
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the output folder of `lolcats linearize`")
-    weights, tokenizer = load_stages(folder, dtype=dtype, device=device)
+    model, tokenizer = load_model(folder, dtype=dtype, device=device)
+    if not isinstance(model, LolcatsForCausalLM):
+        raise UserError(f"{folder} is not a linearized model; give the output folder of `lolcats linearize`")
     dataset = build_evaluation_dataset(with_begin_token(data, folder, tokenizer), tokenizer)
-    layers = sorted(index for index, _ in weights.model.linear_layers())
-    heads = weights.model.config.linear_layers[0].num_heads
-    report(f"{len(layers)} layers, stages {', '.join(weights.names)}, {len(dataset)} sequences")
-
-    error, share = OutputError(), LinearShare()
-    shown = layers
-    if len(layers) > MAP_LAYERS:  # evenly spaced, the first and the last among them
-        shown = [layers[round(place * (len(layers) - 1) / (MAP_LAYERS - 1))] for place in range(MAP_LAYERS)]
-    maps = AttentionMaps(shown, list(range(min(heads, MAP_HEADS))))
-
-    def see(seen: Seen) -> None:
-        for diagnostic in (error, share, maps):
-            diagnostic.see(seen)
-
-    measure(weights, dataset, see, batch_size=batch_size)
+    report(f"{len(model.config.linear_layers)} layers, {len(dataset)} sequences")
     values = {
         "format": FORMAT,
         "model": str(folder),
-        "stages": weights.names,
-        "layers": layers,
-        "notes": weights.notes,
         "data": dataset.info,
-        "attention": asdict(weights.model.config.attention) | {"exact": weights.model.config.exact_heads},
-        **error.result(),
-        "linear_share": share.result(),
-        "maps": maps.result(),
+        "attention": asdict(model.config.attention) | {"exact": model.config.exact_heads},
+        **measure(model, dataset, batch_size=batch_size),
         "provenance": provenance(),
     }
     values = without_paths(values)
     write_text(folder / ANALYSIS_FILE, json.dumps(plain(values), indent=1) + "\n")
     return values
+
+
+@torch.no_grad()
+def measure(
+    model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: int = 1, span: int = MAP_SPAN
+) -> dict[str, Any]:
+    """layers, mse, mse_heads, linear_share and maps, averaged over all sequences.
+
+    Args:
+        span: queries of a map, and keys at either end.
+    """
+    layers = sorted(index for index, _ in model.linear_layers())
+    shown = layers
+    if len(layers) > MAP_LAYERS:  # evenly spaced, the first and the last among them
+        shown = [layers[round(place * (len(layers) - 1) / (MAP_LAYERS - 1))] for place in range(MAP_LAYERS)]
+    # Sums by what is measured and layer: [H] or [bins] float64, and how many sequences or tokens they are of.
+    sums: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    counts: dict[str, int] = defaultdict(int)
+    maps: list[dict[str, Any]] = []
+    longest = 0
+
+    def add(name: str, layer: int, value_K: Tensor) -> None:
+        old_K = sums[name].get(layer, value_K.new_zeros(0))
+        size = max(len(old_K), len(value_K))  # longer sequences have more bins
+        sums[name][layer] = pad(old_K, (0, size - len(old_K))) + pad(value_K, (0, size - len(value_K))).double()
+
+    def observe(module: Any, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: Any) -> None:
+        nonlocal longest
+        plain_call = {key: value for key, value in call.items() if key != "sliding_window"}
+        error_BHTD = module(q, k, v, **plain_call)[0].float() - y_softmax.float()
+        add("mse", layer_idx, error_BHTD.square().mean(dim=(2, 3)).sum(0))
+        scores = dict(call)
+        params = module.params(*(scores.pop(name) for name in ("sink_logits", "scale", "softcap")))
+        hybrid_NHTT, softmax_NHTT, length_N = attention_weights(q, k, module.config, params, **scores)
+        tokens = hybrid_NHTT.shape[-1]
+        position_T = torch.arange(tokens, device=q.device)
+        real_NT = position_T < length_N[:, None]
+        # Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is the linear part's share.
+        linear_NHTT = hybrid_NHTT * outside_window(module.config, tokens, q.device)
+        add("share", layer_idx, (linear_NHTT.sum(-1) * real_NT[:, None]).sum((0, 2)))
+        for name, weight in (("hybrid", hybrid_NHTT), ("linear", linear_NHTT), ("softmax", softmax_NHTT)):
+            add(name, layer_idx, by_distance(weight, real_NT))
+        if layer_idx == layers[0]:
+            counts["tokens"] += int(real_NT.sum())
+            counts["sequences"] += len(q)
+            longest = max(longest, tokens)
+        if layer_idx in shown and all(entry["layer"] != layer_idx for entry in maps):
+            row = int(length_N.argmax())
+            for head in range(min(hybrid_NHTT.shape[1], MAP_HEADS)):
+                both = {"softmax": softmax_NHTT[row, head], "hybrid": hybrid_NHTT[row, head]}
+                length = int(length_N[row])
+                maps.append({"layer": layer_idx, "head": head, **{k: _ends(w, length, span) for k, w in both.items()}})
+
+    call = AttentionCall(mode="softmax", observe=observe)
+    for begin in range(0, len(dataset), batch_size):
+        batch = dataset.batch(list(range(begin, min(begin + batch_size, len(dataset)))))
+        batch.pop("labels")
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        model.get_decoder()(**inputs, use_cache=False, attention_call=call)
+
+    def mean(name: str, count: str = "tokens") -> list[list[float]]:
+        return [(sums[name][layer] / counts[count]).tolist() for layer in layers]
+
+    errors, shares = mean("mse", "sequences"), mean("share")
+    return {
+        "layers": layers,
+        "mse": [sum(row) / len(row) for row in errors],
+        "mse_heads": errors,
+        "linear_share": {
+            "share": [sum(row) / len(row) for row in shares],
+            "share_heads": shares,
+            "distances": doubling_bins(longest),
+            "by_distance": mean("hybrid"),
+            "linear_by_distance": mean("linear"),
+            "softmax_by_distance": mean("softmax"),
+        },
+        "maps": {"span": span, "maps": sorted(maps, key=lambda entry: (entry["layer"], entry["head"]))},
+    }
+
+
+def _ends(weight_TT: Tensor, length: int, span: int) -> list[list[float]]:
+    """Weights of the last `span` queries (rows) with the first and last keys of a sequence; short ones have fewer."""
+    first = max(length - span, 0)
+    keys = sorted({*range(min(span, length)), *range(first, length)})
+    rows = weight_TT[first:length][:, keys].float().tolist()
+    return [[float(f"{value:.{DIGITS}g}") for value in row] for row in rows]
+
+
+def outside_window(attention: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+    """[T, T] bool: which keys (columns) of which queries (rows) belong to the linear part."""
+    position_T = torch.arange(tokens, device=device)
+    start_T1 = attention.window_start(position_T)[:, None]
+    return (
+        (position_T[None] < start_T1)
+        & (position_T[None] >= attention.sinks)
+        & (position_T[None] <= position_T[:, None])
+    )
+
+
+def doubling_bins(tokens: int) -> list[list[int]]:
+    """[first, last] of bins of doubling width, of distances: 0, 1, 2-3, 4-7, ... below `tokens`."""
+    bins, first = [[0, 0]], 1
+    while first < tokens:
+        bins.append([first, min(2 * first, tokens) - 1])
+        first *= 2
+    return bins
+
+
+def bin_numbers(value: Tensor) -> Tensor:
+    """Where in `doubling_bins` each whole number >= 0 is."""
+    return torch.frexp(value.double()).exponent.long()  # exact; a GPU's logarithm of 8 is below 3
+
+
+def by_distance(weight_NHTT: Tensor, real_NT: Tensor) -> Tensor:
+    """[bins] float64: sum over real queries, mean over heads, of the weight in each bin of distance."""
+    sum_TT = (weight_NHTT.mean(1) * real_NT[..., None]).sum(0)
+    position_T = torch.arange(len(sum_TT), device=sum_TT.device)
+    distance_TT = position_T[:, None] - position_T
+    total_K = sum_TT.new_zeros(len(doubling_bins(len(sum_TT))), dtype=torch.float64)
+    causal = distance_TT >= 0
+    return total_K.index_add_(0, bin_numbers(distance_TT[causal]), sum_TT[causal].double())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import math
 from dataclasses import dataclass
 from io import StringIO
@@ -12,22 +11,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from lolcats.analysis.diagnostics import bin_names, mean_over_layers
-
-STAGES = {
-    "swapped": "swapped, untrained",
-    "transfer": "after attention transfer",
-    "adjust": "after adjusting",
-    "trained": "trained model",
-}
-SOFTMAX = "softmax (original)"
-COLORS = {
-    SOFTMAX: "black",
-    "swapped": "tab:gray",
-    "transfer": "tab:blue",
-    "adjust": "tab:orange",
-    "trained": "tab:blue",
-}
+SOFTMAX = "softmax"
+COLORS = {SOFTMAX: "black", "hybrid": "tab:blue", "its linear part": "tab:orange", "before": "tab:gray"}
 
 Series = dict[str, list[Any]]
 """Label of a line -> its values."""
@@ -60,55 +45,47 @@ def training_charts(report: dict[str, Any]) -> list[Chart]:
 
 
 def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> list[Chart]:
-    """Errors, shares and updates by layer; without an analysis the layers' losses, which every run reports."""
-    if analysis is None:
-        stage = report.get("stages", {}).get("transfer", {})
-        before, after = stage.get("layer_losses_before"), stage.get("layer_losses")
-        if not (before and after):
-            return []
-        layers = sorted(before, key=int)
-        losses = {"swapped": [before[x] for x in layers], "transfer": [after[x] for x in layers]}
+    """Errors and shares by layer; without an analysis the layers' losses, which every run reports."""
+    charts = []
+    stage = report.get("stages", {}).get("transfer", {})
+    before, after = stage.get("layer_losses_before"), stage.get("layer_losses")
+    if before and after:
+        names = sorted(before, key=int)
+        losses = {"before": [before[x] for x in names], "after": [after[x] for x in names]}
         note = "Validation loss of attention transfer, before and after."
-        return [_bars("Loss by layer", note, layers, losses, "layer", "loss", log=True)]
-    layers = [str(layer) for layer in analysis["layers"]]
-    share, last = analysis["linear_share"], analysis["stages"][-1]
+        charts.append(_bars("Loss by layer", note, names, losses, "layer", "loss", log=True))
+    if analysis is None:
+        return charts
+    layers, share = [str(layer) for layer in analysis["layers"]], analysis["linear_share"]
     note = "Mean squared error of each layer's output against its own softmax attention, on the same hidden states."
-    charts = [_bars("Output error", note, layers, analysis["mse"], "layer", "MSE", log=True)]
-    if (original := analysis["mse_original"].get("adjust")) and "transfer" in analysis["mse"]:
-        series = {
-            "transfer": analysis["mse"]["transfer"],
-            "adjusted, against its own softmax": analysis["mse"]["adjust"],
-            "adjusted, against the original's": original,
-        }
-        note = "Adjusting trains for the next token, so a layer may leave the attention that it replaced."
-        charts.append(_bars("Error after adjusting", note, layers, series, "layer", "MSE", log=True))
+    charts.append(_bars("Output error", note, layers, {"hybrid": analysis["mse"]}, "layer", "MSE", log=True))
     note = "Part of the attention weights' sum that comes from beyond the window, mean over heads and queries."
-    charts.append(_bars("Share of the linear part", note, layers, share["share"], "layer", "share"))
-    means = {SOFTMAX: mean_over_layers(share["softmax_by_distance"])}
-    means |= {stage: mean_over_layers(share["by_distance"][stage]) for stage in analysis["stages"]}
-    means["its linear part"] = mean_over_layers(share["linear_by_distance"][last])
+    charts.append(_bars("Share of the linear part", note, layers, {"hybrid": share["share"]}, "layer", "share"))
+    series = {SOFTMAX: "softmax_by_distance", "hybrid": "by_distance", "its linear part": "linear_by_distance"}
+    means = {
+        name: [sum(column) / len(layers) for column in zip(*share[key], strict=True)] for name, key in series.items()
+    }
     note = "Attention weight by distance between query and key, mean over layers, heads and queries."
-    names = bin_names(share["distances"])
-    return [*charts, _bars("Weight by distance", note, names, means, "distance", "weight")]
+    bins = [str(first) if first == last else f"{first}-{last}" for first, last in share["distances"]]
+    return [*charts, _bars("Weight by distance", note, bins, means, "distance", "weight")]
 
 
 def map_chart(analysis: dict[str, Any]) -> Chart | None:
-    """Attention weights of some layers and heads: a row each, a column for softmax and each stage."""
+    """Attention weights of some layers and heads: a row each, a column for softmax and one for hybrid attention."""
     maps = analysis["maps"]
-    entries, stages = maps["maps"], ["softmax", *analysis["stages"]]
+    entries, kinds = maps["maps"], (SOFTMAX, "hybrid")
     if not entries:
         return None
-    figure = Figure(figsize=(2.6 * len(stages), 1.2 * len(entries)))  # without a layout engine, slow for so many axes
+    figure = Figure(figsize=(2.6 * len(kinds), 1.2 * len(entries)))  # without a layout engine, slow for so many axes
     space = {"left": 0.01, "right": 0.99, "bottom": 0.01, "top": 1 - 0.2 / len(entries), "wspace": 0.05, "hspace": 0.3}
-    grid = figure.subplots(len(entries), len(stages), squeeze=False, gridspec_kw=space)
+    grid = figure.subplots(len(entries), len(kinds), squeeze=False, gridspec_kw=space)
     for entry, axes in zip(entries, grid, strict=True):
         values = sorted(value for row in entry["softmax"] for value in row)
         high = max(values[int(0.99 * (len(values) - 1))], 1e-6)  # one bright cell does not darken all others
-        for stage, axis in zip(stages, axes, strict=True):
-            axis.imshow(entry[stage], aspect="auto", cmap="magma", vmin=0.0, vmax=high)
+        for kind, axis in zip(kinds, axes, strict=True):
+            axis.imshow(entry[kind], aspect="auto", cmap="magma", vmin=0.0, vmax=high)
             axis.set(xticks=[], yticks=[])
-            name = SOFTMAX if stage == "softmax" else STAGES.get(stage, stage)
-            axis.set_title(f"{entry['layer']}/{entry['head']} {name}", fontsize=7)
+            axis.set_title(f"{entry['layer']}/{entry['head']} {kind}", fontsize=7)
     note = f"Layer/head: the last {maps['span']} queries (rows) with the first and last keys of a held-out sequence."
     return _chart("Attention weights", note, figure)
 
@@ -127,14 +104,12 @@ def _curves(title: str, note: str, lines: Series, x: str, y: str) -> Chart:
 
 
 def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Chart:
-    """Bars side by side, by label or stage."""
+    """Bars side by side, by label."""
     figure, axis = _axis(x, y)
-    others = itertools.cycle(("tab:green", "tab:red", "tab:purple", "tab:brown"))
     width = 0.8 / len(series)
     for place, (label, values) in enumerate(series.items()):
         where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
-        color = COLORS.get(label) or next(others)
-        axis.bar(where, values, width, label=STAGES.get(label, label), color=color)
+        axis.bar(where, values, width, label=label, color=COLORS.get(label, "tab:blue"))
     step = math.ceil(len(names) / 16)
     axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
     axis.set_yscale("log" if log else "linear")

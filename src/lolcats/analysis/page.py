@@ -77,7 +77,7 @@ def render(name: str, report: dict[str, Any], analysis: dict[str, Any] | None = 
     if charts := training_charts(report):
         sections.append({"id": "training", "title": "Training", "charts": charts})
     if charts := layer_charts(report, analysis):
-        notes = analysis["notes"] if analysis else ["More is shown here after `lolcats analyse DIR --data FILE`."]
+        notes = [] if analysis else ["More is shown here after `lolcats analyse DIR --data FILE`."]
         sections.append({"id": "layers", "title": "Layers", "charts": charts, "notes": notes})
     if analysis and (maps := map_chart(analysis)):
         sections.append({"id": "attention", "title": "Attention", "charts": [maps]})

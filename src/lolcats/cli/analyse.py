@@ -37,16 +37,9 @@ def analyse(
 
     console = notes()
     values = run(folder, section, **where, batch_size=batch_size, report=console.print)
-    for note in values["notes"]:
-        console.print(note, markup=False)
-    out, stages = Console(), values["stages"]
-    share, mse = values["linear_share"]["share"][stages[-1]], values["mse"]
-    rows = [
-        [layer, *(f"{mse[stage][place]:.3g}" for stage in stages), f"{share[place]:.1%}"]
-        for place, layer in enumerate(values["layers"])
-    ]
-    title = "mean squared error against softmax attention, by layer"
-    out.print(table(title, ["layer", *stages, "linear share"], rows))
+    columns = zip(values["layers"], values["mse"], values["linear_share"]["share"], strict=True)
+    rows = [[layer, f"{mse:.3g}", f"{share:.1%}"] for layer, mse, share in columns]
+    Console().print(table("against softmax attention, by layer", ["layer", "mean squared error", "linear share"], rows))
     console.print(f"written: {folder / 'analysis.json'}")
 
 

@@ -23,15 +23,12 @@ def started(monkeypatch, replace_module):
         calls.engines.append((model, options))
         return SimpleNamespace(shutdown=lambda drain: calls.ended.append(drain))
 
-    class Server:
-        def __init__(self, engine, settings):
-            calls.servers.append(settings)
-
-        def run(self, sockets):
-            calls.ran.append(sockets[0].getsockname())
+    def make_server(engine, settings):
+        calls.servers.append(settings)
+        return SimpleNamespace(run=lambda sockets: calls.ran.append(sockets[0].getsockname()))
 
     replace_module("lolcats.generation.engine", Engine=make_engine)
-    replace_module("lolcats.serving.server", Server=Server, listen=serving.listen, is_local=serving.is_local)
+    replace_module("lolcats.serving.server", Server=make_server, listen=serving.listen, is_local=serving.is_local)
     return calls
 
 
@@ -51,13 +48,11 @@ def installed(monkeypatch):
 
 def test_without_vllm_the_own_server_runs(cli, started, installed, tmp_path):
     installed(vllm=False)
-    result = cli(
-        "serve", tmp_path, "--port", 0, "--max-slots", 5, "--max-tokens-limit", 77, "--api-key", "k", "--cors", "*"
-    )
+    result = cli("serve", tmp_path, "--port", 0, "--max-slots", 5, "--api-key", "k", "--cors", "*")
     assert result.exit_code == 0, result.output
-    assert started.engines == [(str(tmp_path), {"max_slots": 5, "max_queue": 256, "max_length": None})]
+    assert started.engines == [(str(tmp_path), {"max_slots": 5, "max_length": None})]
     (settings,) = started.servers
-    assert (settings.model_name, settings.api_key, settings.max_tokens_limit) == (tmp_path.name, "k", 77)
+    assert (settings.model_name, settings.api_key, settings.max_queue) == (tmp_path.name, "k", 256)
     assert settings.cors == ["*"]
     ((host, port),) = started.ran
     assert host == "127.0.0.1"

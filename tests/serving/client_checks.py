@@ -136,7 +136,7 @@ def logprobs(client: openai.OpenAI, model: str) -> None:
         assert entry.logprob <= 0
         assert entry.logprob == max(item.logprob for item in entry.top_logprobs)  # greedy
     legacy = client.completions.create(model=model, prompt=PROMPT, logprobs=2, **GREEDY).choices[0].logprobs
-    assert len(legacy.tokens) == len(legacy.token_logprobs) == len(legacy.top_logprobs) == len(legacy.text_offset)
+    assert len(legacy.tokens) == len(legacy.token_logprobs) == len(legacy.top_logprobs)
 
 
 def sampling_parameters(client: openai.OpenAI, model: str) -> None:

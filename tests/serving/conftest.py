@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import signal
 import sys
 import threading
 import time
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from socket import SO_SNDBUF, SOL_SOCKET
 from typing import Any
 
 import openai
@@ -27,23 +25,18 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 from generation_kit import kit_fixture, model_fixture, tokenizer_fixture  # noqa: E402, F401
 
-MODEL = "tiny"
-
 
 @dataclass
 class Running:
     """A server in a thread."""
 
     server: Server
+    engine: Engine
     port: int
     thread: threading.Thread
 
-    @property
-    def engine(self) -> Engine:
-        return self.server.service.engine
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=60)
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -75,42 +68,32 @@ class Running:
             time.sleep(0.005)
 
     def wait_until_idle(self) -> None:
-        """Until every slot is free and every request forgotten."""
         slots = len(self.engine.runner.lengths)
         self.wait_for(lambda: not self.engine.busy and self.engine.counts["free_slots"] == slots)
-        self.wait_for(lambda: not self.server.service._open)
 
     def stop(self) -> None:
-        self.server.handle_exit(signal.SIGTERM, None)
+        self.server.should_exit = True
         self.thread.join(60)
         assert not self.thread.is_alive()
 
 
-@contextmanager
-def running(engine: Engine, send_buffer: int | None = None, **settings: Any) -> Iterator[Running]:
-    server = Server(engine, ServerSettings(model_name=MODEL, **settings))
-    socket = listen("127.0.0.1", 0)
-    if send_buffer is not None:
-        socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)  # accepted ones inherit it
-    thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
-    thread.start()
-    found = Running(server, socket.getsockname()[1], thread)
-    found.wait_for(lambda: server.started)
-    try:
-        yield found
-    finally:
-        if thread.is_alive():
-            found.stop()
-
-
 @pytest.fixture(scope="session")
 def serve(model: Any, tokenizer: Any) -> Any:
-    """`with serve(max_slots=1, api_key="x") as running`: options of the engine and of the server."""
+    """`with serve(max_slots=1, api_key="x") as running`: settings of the server."""
 
-    def start(**options: Any) -> Any:
-        engine_options = {name: options.pop(name) for name in ("max_slots", "max_queue") if name in options}
-        engine = Engine(options.pop("model", model), options.pop("tokenizer", tokenizer), **engine_options)
-        return running(engine, **({"max_length": 1000, "request_timeout": 60} | options))
+    @contextmanager
+    def start(model: Any = model, tokenizer: Any = tokenizer, **options: Any) -> Iterator[Running]:
+        settings = ServerSettings(**({"model_name": "tiny", "max_length": 1000, "max_slots": 4} | options))
+        engine = Engine(model, tokenizer, max_slots=settings.max_slots)
+        server, socket = Server(engine, settings), listen("127.0.0.1", 0)
+        thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
+        thread.start()
+        found = Running(server, engine, socket.getsockname()[1], thread)
+        found.wait_for(lambda: server.started)
+        try:
+            yield found
+        finally:
+            found.stop()
 
     return start
 
@@ -118,15 +101,8 @@ def serve(model: Any, tokenizer: Any) -> Any:
 @pytest.fixture(scope="session")
 def server(serve: Any) -> Iterator[Running]:
     """One server for all tests that leave it as it was."""
-    with serve(max_slots=4) as found:
+    with serve() as found:
         yield found
-
-
-@pytest.fixture(scope="session")
-def make_alone(model: Any, tokenizer: Any) -> Any:
-    """(prompt, params) -> the result of the request without any other beside it."""
-    engine = Engine(model, tokenizer, max_slots=1)
-    return lambda prompt, params: engine.generate([prompt], params)[0]
 
 
 @pytest.fixture(scope="session")

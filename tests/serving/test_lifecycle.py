@@ -1,20 +1,19 @@
-"""Full queues, clients that leave, deadlines, the end of a server, and what /metrics says of all that."""
+"""Full queues, clients that leave, many at once, the end of a server, and what /metrics says of all that."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-import socket
-import time
+import os
+import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import openai
 import pytest
 
 LONG = {"model": "tiny", "prompt": "ab", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
-THREADS = ThreadPoolExecutor(1)  # for calls that run beside a test
 ROOM = {"max_length": 10_000}
+REQUESTS = int(os.environ.get("LOLCATS_LOAD_REQUESTS", "100"))
 
 
 def open_stream(server):
@@ -25,9 +24,9 @@ def open_stream(server):
 
 
 def test_a_full_queue(serve):
-    with serve(max_slots=1, max_queue=1, **ROOM) as server:
+    with serve(max_slots=1, max_queue=1, **ROOM) as server, ThreadPoolExecutor() as threads:
         stream = open_stream(server)
-        waiting = THREADS.submit(lambda: server.client().completions.create(model="tiny", prompt="cd", max_tokens=2))
+        waiting = threads.submit(server.client().completions.create, model="tiny", prompt="cd", max_tokens=2)
         server.wait_for(lambda: server.engine.counts["waiting"] == 1)
         for extra in ({}, {"stream": True}):
             status, body, headers = server.request("POST", "/v1/completions", {"prompt": "ef", "max_tokens": 2} | extra)
@@ -36,7 +35,6 @@ def test_a_full_queue(serve):
             assert headers["retry-after"] == "1"
         stream.close()
         assert waiting.result(60).choices[0].finish_reason in ("stop", "length")
-        # too many at once: none of them stays
         assert server.request("POST", "/v1/completions", {"prompt": ["a"] * 30, "max_tokens": 500})[0] == 429
         server.wait_until_idle()
 
@@ -44,9 +42,7 @@ def test_a_full_queue(serve):
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_leaves_frees_its_slot(serve, streams):
     with serve(max_slots=2, **ROOM) as server:
-        before = server.engine.counts["tokens_decoded"]
-        stream = open_stream(server)
-        stream.close()
+        open_stream(server).close()
         server.wait_until_idle()
         connection = server.connect()
         body = {"prompt": ["ab", "cd", "ef"], "max_tokens": 4000, "ignore_eos": True, "n": 2, "stream": streams}
@@ -55,58 +51,7 @@ def test_a_client_that_leaves_frees_its_slot(serve, streams):
         connection.sock.close()
         connection.close()
         server.wait_until_idle()
-        assert server.engine.counts["tokens_decoded"] - before < 7 * 4000
-        server.wait_for(lambda: server.metric('lolcats_requests_total{path="/v1/completions",status="499"}') == 2)
-
-
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea"])
-def test_connections_without_a_request_are_closed(serve, sent):
-    with serve(idle_timeout_s=0.3) as server, socket.create_connection(("127.0.0.1", server.port), 30) as connection:
-        connection.sendall(sent)
-        start = time.monotonic()
-        with contextlib.suppress(ConnectionResetError):
-            while connection.recv(1000):
-                pass
-        assert time.monotonic() - start < 20
-        server.wait_for(lambda: not server.server.server_state.connections)
-
-
-def test_idle_connections_make_room(serve):
-    with serve(max_connections=8) as server:
-        idle = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(40)]
-        server.wait_for(lambda: 0 < len(server.server.server_state.connections) <= 8)
-        assert server.request("GET", "/health")[0] == 200
-        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
-        for connection in idle:
-            connection.close()
-
-
-def test_too_many_requests_get_503_and_health_does_not(serve):
-    with serve(max_connections=2, **ROOM) as server:
-        streams = [open_stream(server) for _ in range(2)]
-        status, body, headers = server.request("POST", "/v1/completions", {"prompt": "a"})
-        assert (status, body["error"]["code"], headers["retry-after"]) == (503, "overloaded", "1")
-        assert server.request("GET", "/health")[0] == server.request("GET", "/metrics")[0] == 200
-        for stream in streams:
-            stream.close()
-        server.wait_until_idle()
-        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
-
-
-def test_a_client_that_does_not_read_is_closed(serve):
-    with serve(idle_timeout_s=0.5, send_buffer=4096, **ROOM) as server:
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.connect(("127.0.0.1", server.port))
-        body = {"prompt": "ab", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 20}
-        body = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json"
-        head += f"\r\ncontent-length: {len(body)}"
-        connection.sendall(f"{head}\r\n\r\n".encode() + body)
-        server.wait_for(lambda: server.engine.counts["running"] == 1)
-        server.wait_until_idle()
-        assert server.engine.counts["tokens_decoded"] < 4000
-        connection.close()
+        assert server.engine.counts["tokens_decoded"] < 7 * 4000
 
 
 def test_web_pages_of_allowed_origins(serve):
@@ -119,64 +64,32 @@ def test_web_pages_of_allowed_origins(serve):
             assert (status, headers.get("access-control-allow-origin")) == (401, allowed)
 
 
-def test_the_deadline_of_an_answer(serve):
-    with serve(request_timeout=0.2, **ROOM) as server:
-        body = {"prompt": "ab", "max_tokens": 4000, "ignore_eos": True}
-        status, answer, _ = server.request("POST", "/v1/completions", body)
-        assert (status, answer["error"]["code"]) == (504, "timeout")
-        status, text, _ = server.request("POST", "/v1/completions", body | {"stream": True})
-        events = text.split("\n\n")
-        assert status == 200
-        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "timeout"
-        server.wait_until_idle()
-        assert server.metric('lolcats_requests_total{path="/v1/completions",status="504"}') == 2
-
-
 def test_the_end_waits_for_running_answers(serve):
     with serve(drain_timeout=300, **ROOM) as server:
-        stream = server.client().completions.create(**(LONG | {"max_tokens": 800}), stream=True)
+        stream = server.client().completions.create(**(LONG | {"max_tokens": 500}), stream=True)
         next(iter(stream))
-        kept = server.connect()  # a connection from before
-        kept.request("GET", "/health")
-        assert kept.getresponse().read() == b'{"status":"ok"}'
-        server.server.handle_exit(signal.SIGTERM, None)
-        assert server.request("GET", "/health")[0] == 503
-        status, body, headers = server.request("POST", "/v1/completions", {"prompt": "ab"})
-        assert (status, body["error"]["code"]) == (503, "shutting_down")
-        assert "retry-after" in headers
+        server.server.should_exit = True
         chunks = list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"
-        kept.close()
         server.thread.join(60)
-        assert not server.thread.is_alive()
         assert server.engine.counts["free_slots"] == len(server.engine.runner.lengths)
+        with pytest.raises(ConnectionRefusedError):
+            server.request("GET", "/health")
 
 
 def test_the_end_cancels_what_takes_too_long(serve):
-    with serve(drain_timeout=0.1, **ROOM) as server:
+    with serve(drain_timeout=0, **ROOM) as server, ThreadPoolExecutor() as threads:
         stream = open_stream(server)
-        whole = THREADS.submit(lambda: server.client().completions.create(**LONG))
+        whole = threads.submit(server.client().completions.create, **LONG)
         server.wait_for(lambda: server.engine.counts["running"] == 2)
-        server.server.handle_exit(signal.SIGTERM, None)
+        server.server.should_exit = True
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
         error = whole.exception(60)
         assert isinstance(error, openai.InternalServerError)
         assert error.status_code == 503
         server.thread.join(60)
-        assert not server.thread.is_alive()
         assert not server.engine.busy
-
-
-def test_a_second_signal_ends_at_once(serve):
-    with serve(drain_timeout=1000, **ROOM) as server:
-        stream = open_stream(server)
-        for _ in range(2):
-            server.server.handle_exit(signal.SIGINT, None)
-        server.thread.join(60)
-        assert not server.thread.is_alive()
-        stream.close()
-        server.engine.shutdown(drain=False)
 
 
 def test_metrics(serve):
@@ -196,3 +109,36 @@ def test_metrics(serve):
         assert server.metric("lolcats_time_to_first_token_seconds_count") == 1
         assert server.metric("lolcats_free_slots") == 3
         assert server.metric("lolcats_running") == server.metric("lolcats_waiting") == 0
+
+
+def test_many_clients_of_all_kinds(serve):
+    """Well-behaved ones get their right answers; nothing is left behind. LOLCATS_LOAD_REQUESTS=5000 makes it longer."""
+    with serve(max_slots=6, max_queue=20) as server, ThreadPoolExecutor(32) as threads:
+        body = {"max_tokens": 20, "temperature": 1.3, "seed": 5}
+        prompts = ["a", "the mill ran dry", "z" * 50]
+        expected = [server.request("POST", "/v1/completions", body | {"prompt": text})[1] for text in prompts]
+
+        def ask(number):
+            choice = random.Random(number)
+            kind, index = choice.random(), choice.randrange(len(prompts))
+            if kind < 0.2:
+                return server.request("POST", "/v1/completions", b'{"prompt": ')[0]
+            if kind < 0.5:  # it leaves
+                connection = server.connect()
+                asked = json.dumps(body | {"prompt": "a", "n": 2, "max_tokens": 300, "stream": kind < 0.35})
+                connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
+                connection.sock.settimeout(choice.random() / 10)
+                with suppress(TimeoutError):
+                    connection.sock.recv(choice.choice([1, 300]))
+                connection.close()
+                return None
+            status, answer, _ = server.request("POST", "/v1/completions", body | {"prompt": prompts[index]})
+            if status == 200:
+                assert answer["choices"][0]["text"] == expected[index]["choices"][0]["text"]
+            return status
+
+        statuses = list(threads.map(ask, range(REQUESTS)))
+        assert {200, 400, None} <= set(statuses) <= {200, 400, 429, None}
+        server.wait_until_idle()
+        server.wait_for(lambda: not server.server.server_state.connections)
+        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200

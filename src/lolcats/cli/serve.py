@@ -22,7 +22,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 @settings_options(
     ServerSettings,
-    *("cors", "max_slots", "max_queue", "max_length", "max_tokens_limit", "request_timeout", "drain_timeout"),
+    *("cors", "max_slots", "max_queue", "max_length", "drain_timeout"),
 )
 @model_options
 def serve(
@@ -52,7 +52,7 @@ def serve(
     """Serve a linearized model through OpenAI's protocol.
 
     /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. Ctrl-C and SIGTERM let running answers
-    finish; a second one does not.
+    finish; a second Ctrl-C does not.
 
     With vLLM, everything after -- goes to its server.
 
@@ -102,8 +102,7 @@ def serve(
     checked = validated(ServerSettings, settings | {"model_name": name, "api_key": api_key})
     with listen(host, port) as socket:  # before the model is loaded: a port in use shows at once
         loaded, tokenizer = load(model)
-        limits = checked.model_dump(include={"max_slots", "max_queue", "max_length"})
-        runs = Engine(loaded, tokenizer, **limits)
+        runs = Engine(loaded, tokenizer, max_slots=checked.max_slots, max_length=checked.max_length)
         server = Server(runs, checked)
         why = "as vLLM is not installed" if engine == "auto" else "as asked for"
         notes().print(f"engine: the built-in one, {why}", highlight=False, soft_wrap=True)

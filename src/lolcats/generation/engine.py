@@ -213,6 +213,7 @@ class Engine:
             ValueError: neither text nor tokens of the model's vocabulary (Gemma 3's <image_soft_token> is beyond it).
         """
         if isinstance(prompt, str):
+            prompt.encode()  # raises for lone surrogates, which JSON can bring
             with self._tokenizer_lock:  # fast tokenizers refuse concurrent calls
                 prompt = self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
         if not isinstance(prompt, Sequence):

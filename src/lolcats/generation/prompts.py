@@ -79,7 +79,7 @@ def _from_line(line: str, index: int, file: Path | None, number: int) -> PromptL
     try:
         values = _JsonLine.model_validate_json(line)
     except ValidationError as error:
-        raise UserError(f"{file}, line {number}: {explain(error)[1]}") from error
+        raise UserError(f"{file}, line {number}: {explain(error.errors()[0])[1]}") from error
     text = values.prompt or str((values.messages or [{}])[-1].get("content", ""))
     params = values.model_dump(include=set(SamplingParams.model_fields), exclude_unset=True)
     return PromptLine(index, index if values.id is None else values.id, text, values.messages, params)

@@ -110,12 +110,11 @@ def user_params(**values: Any) -> SamplingParams:
     try:
         return SamplingParams(**values)
     except ValidationError as error:
-        raise UserError(explain(error)[1]) from error
+        raise UserError(explain(error.errors()[0])[1]) from error
 
 
-def explain(error: ValidationError) -> tuple[str, str]:
-    """The first wrong parameter, and what is wrong with it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+def explain(first: Any) -> tuple[str, str]:
+    """Of one of pydantic's errors: the wrong parameter, and what is wrong with it."""
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] in ("extra_forbidden", "missing"):
         return name, f"{'missing' if first['type'] == 'missing' else 'unknown'} parameter {name!r}"

@@ -6,41 +6,34 @@ https://platform.openai.com/docs/api-reference (completions, chat). Beyond it, `
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from starlette.exceptions import HTTPException
 
-from lolcats.generation.sampling import MAX_LOGPROBS, CommonParams, SamplingParams, Temperature, explain
+from lolcats.generation.sampling import MAX_LOGPROBS, CommonParams, SamplingParams, Temperature
 
 # Status -> `type` in the body; other 4xx are the request's fault.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-CLIENT_GONE = 499  # nginx's number for "the client closed the connection"
 # About the caller, the account or how to compute; accepted without effect, as the form of the answer stays the same.
 IGNORED = frozenset(
     {"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-    | {"reasoning_effort", "verbosity", "prediction"}
+    | {"reasoning_effort", "verbosity", "prediction", "parallel_tool_calls"}
 )
-# Parameters that this server does not have, each with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
+# Values of parameters that this server does not have, which ask for nothing.
+DEFAULTS: dict[str, Any] = {
+    "logit_bias": {},
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
 }
-_OF_VLLM = frozenset({"logit_bias", "tools", "tool_choice", "response_format"})
-_VLLM = "is not supported by this server; vLLM's has it (lolcats serve --engine vllm)"
-Parsed = TypeVar("Parsed", bound="OpenAIRequest")
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """A request that fails.
 
     Args:
@@ -48,7 +41,7 @@ class ApiError(Exception):
         message: for people: what was expected, what came.
         param: the field of the request that is wrong.
         code: for programs, such as "model_not_found".
-        headers: to send beside the body.
+        headers: to send with the body.
     """
 
     def __init__(
@@ -60,16 +53,16 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        # Both may repeat what the client sent, however long.
-        self.message, self.param = message[:1000], param and param[:100]
-        self.status, self.code = status, code
-        self.headers = headers or {}
+        super().__init__(status, message[:1000], headers)  # it may repeat what the client sent, however long
+        self.param, self.code = param and param[:100], code
 
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+def error_body(error: HTTPException) -> dict[str, Any]:
+    """The body of a response with an error, in OpenAI's form."""
+    status = error.status_code
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    details = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    return {"error": {"message": error.detail, "type": kind} | details}
 
 
 class StreamOptions(BaseModel):
@@ -83,13 +76,31 @@ class OpenAIRequest(CommonParams):
     default_max_tokens: ClassVar[int | None]
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=1000)
-    max_tokens: int | None = Field(None, le=2**31 - 1)
+    n: int = Field(1, ge=1, le=128)
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: Temperature = 1.0
     top_k: int = Field(0, ge=-1, le=2**31 - 1, description="0 and -1: all tokens.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        """The parameters that have an effect."""
+        if not isinstance(values, dict):
+            raise ApiError(400, "expected a JSON object, and the header Content-Type: application/json")
+        kept = {}
+        for name, value in values.items():
+            if value is None or name in IGNORED or (name in DEFAULTS and value == DEFAULTS[name]):
+                continue
+            if name not in cls.model_fields:
+                message = f"parameter {name[:100]!r} is not supported by this server"
+                if name in DEFAULTS:
+                    message += "; vLLM's may have it (lolcats serve --engine vllm)"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+            kept[name] = value
+        return kept
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -97,13 +108,14 @@ class OpenAIRequest(CommonParams):
         return self.default_max_tokens if self.max_tokens is None else self.max_tokens
 
     @property
-    @abstractmethod
     def wanted_logprobs(self) -> int | None:
         """As `SamplingParams.logprobs`."""
+        raise NotImplementedError
 
-    def sampling(self, max_new_tokens: int) -> SamplingParams:
-        """As the engine takes them."""
+    def sampling(self, max_new_tokens: int, choice: int) -> SamplingParams:
+        """Of the k-th answer to a prompt, as the engine takes them. It uses `seed` + k, as answers are to differ."""
         values = self.model_dump(include=set(CommonParams.model_fields)) | {"top_k": max(self.top_k, 0)}
+        values["seed"] = None if self.seed is None else self.seed + choice
         return SamplingParams(max_new_tokens=max_new_tokens, logprobs=self.wanted_logprobs, **values)
 
 
@@ -125,7 +137,6 @@ class CompletionRequest(OpenAIRequest):
         list[str | list[int]],
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
@@ -162,12 +173,11 @@ class Message(BaseModel):
     refusal: str | None = None
     reasoning_content: str | None = None
     tool_calls: Any = None
-    function_call: Any = None
 
     @model_validator(mode="after")
     def _text(self) -> Message:
-        if self.tool_calls or self.function_call:
-            raise ValueError(f"tool_calls {_VLLM}")
+        if self.tool_calls:
+            raise ValueError("tool_calls is not supported by this server; vLLM's has it (lolcats serve --engine vllm)")
         if self.content is None and self.role != "assistant":
             raise ValueError(f"missing content of a message of the role {self.role!r}")
         return self
@@ -185,9 +195,9 @@ class ChatRequest(OpenAIRequest):
     default_max_tokens = None
 
     messages: list[Message] = Field(min_length=1, max_length=2048)  # each may be a mistake to list
-    max_completion_tokens: int | None = Field(None, le=2**31 - 1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -195,41 +205,4 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def parse(kind: type[Parsed], body: bytes) -> Parsed:
-    """A request from JSON.
-
-    Raises:
-        ApiError: 400: not JSON, a wrong value, an unknown or unsupported parameter.
-    """
-    try:
-        values = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(values, dict):
-        raise ApiError(400, f"expected a JSON object, got {type(values).__name__}", code="invalid_json")
-    kept = {}
-    for name, value in values.items():
-        if value is None or name in IGNORED:
-            continue
-        if name in kind.model_fields:
-            kept[name] = value
-        elif name not in UNSUPPORTED:
-            raise ApiError(400, f"unknown parameter {name!r}", param=name)
-        elif value not in UNSUPPORTED[name]:
-            why = _VLLM if name in _OF_VLLM else "is not supported by this server"
-            raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
-    try:
-        request = kind.model_validate(kept)
-    except ValidationError as error:
-        name, message = explain(error)
-        raise ApiError(400, message, param=name) from error
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
-        raise ApiError(400, "echo with logprobs is not supported by this server", param="echo")
-    return request
+        return self.top_logprobs if self.logprobs else None

@@ -1,65 +1,62 @@
-"""The HTTP server: routes, a socket, signals, and an end that waits for running requests."""
+"""The HTTP server: routes, admission, and from a request to its response over one engine."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hmac
 import ipaddress
+import json
 import socket
-import sys
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.serving.http import Connection
-from lolcats.serving.metrics import Measure
-from lolcats.serving.protocol import ApiError, ChatRequest, CompletionRequest, OpenAIRequest
-from lolcats.serving.service import Service, max_length
+from lolcats.generation.request import Piece, Result
+from lolcats.generation.runner import DEFAULT_MAX_LENGTH
+from lolcats.generation.sampling import SamplingParams, explain
+from lolcats.generation.text import chat_text
+from lolcats.serving.answers import ChatFormat, CompletionFormat
+from lolcats.serving.metrics import Measure, Metrics
+from lolcats.serving.protocol import ApiError, ChatRequest, CompletionRequest, OpenAIRequest, error_body
 from lolcats.serving.settings import ServerSettings
 
-# After the last answer, connections that are still open get this long.
-_GRACE_S = 5
+CLIENT_GONE = 499  # nginx's number for "the client closed the connection"
+MAX_BODY_BYTES = 4 * 2**20
+MAX_CONNECTIONS = 1024  # more get 503
+
+Answer = TypeVar("Answer")
+Event = Piece | Result
 
 
 class Server(uvicorn.Server):
-    """Ends gently at the first signal: new requests get 503, running ones finish; at once at the second."""
+    """At the first signal it closes its socket, lets running requests finish, and cancels them after `drain_timeout`; a
+    second Ctrl-C ends it at once.
+    """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        settings = settings.model_copy(update={"max_connections": min(settings.max_connections, _descriptors() // 2)})
-        self.service = Service(engine, settings)
-        limits = {"most": settings.max_connections, "idle_s": settings.idle_timeout_s}
-        options: dict[str, Any] = {"http": type("_Connection", (Connection,), limits), "ws": "none"}
-        app = create_app(self.service)
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, **options))
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: Future[None] | None = None
+        limits: dict[str, Any] = {"limit_concurrency": MAX_CONNECTIONS, "ws": "none"}
+        limits["timeout_graceful_shutdown"] = settings.drain_timeout + 10  # of clients that do not read their answer
+        super().__init__(uvicorn.Config(create_app(engine, settings), log_level="warning", **limits))
+        self._engine, self._drain_s = engine, settings.drain_timeout
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """For SIGTERM and SIGINT; safe from any thread."""
-        if self._loop is None or self.service.draining:
-            self.should_exit = self.force_exit = True
-            return
-        self.service.draining = True
-        self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
-
-    async def _drain(self) -> None:
-        try:
-            await self.service.drain()
-        finally:
-            self.should_exit = True
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop, cancel = asyncio.get_running_loop(), functools.partial(self._engine.shutdown, drain=False)
+        timer = loop.call_later(self._drain_s, loop.run_in_executor, None, cancel)
+        await super().shutdown(sockets)
+        timer.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -75,16 +72,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another") from error
 
 
-def _descriptors() -> int:
-    """Files and connections that the process may have open."""
-    try:
-        import resource  # not on Windows
-    except ImportError:
-        return sys.maxsize
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
-
-
 def is_local(host: str) -> bool:
     """Whether only programs on this machine can reach the address."""
     try:
@@ -93,42 +80,45 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """The application; its engine runs while the application does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        engine.start()
         yield
-        await asyncio.to_thread(service.engine.shutdown, drain=False)
+        await asyncio.to_thread(engine.shutdown, drain=False)
 
     # No pages of documentation: they would load scripts from elsewhere.
     app = FastAPI(title="lolcats", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_exception_handler(ApiError, _api_error)
+    service = Service(engine, settings)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _mistake)
+    app.add_middleware(LimitBody)
     app.add_middleware(Measure, metrics=service.metrics)
-    if service.settings.cors:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=service.settings.cors, allow_methods=["*"], allow_headers=["*"]
-        )
+    if settings.cors:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors, allow_methods=["*"], allow_headers=["*"])
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while requests are taken."""
-        return JSONResponse({"status": "draining"}, 503) if service.draining else JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4")
 
-    async def admit(request: Request) -> None:
-        service.admit(request)
+    async def check_key(request: Request) -> None:
+        if settings.api_key is not None:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            # Headers are read as Latin-1, keys written as UTF-8.
+            right = hmac.compare_digest(given.encode("latin-1"), settings.api_key.encode())
+            if scheme.lower() != "bearer" or not right:
+                raise ApiError(401, "wrong or missing API key; expected Authorization: Bearer KEY", code="invalid_key")
 
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(admit)])
-    length = max_length(service.engine, service.settings)
-    name = service.settings.model_name
-    card = {"id": name, "object": "model", "created": 0, "owned_by": "lolcats", "max_model_len": length}
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+    card = {"id": settings.model_name, "object": "model", "created": 0, "owned_by": "lolcats"}
+    card["max_model_len"] = service.max_length
 
     @v1.get("/models")
     async def models() -> Response:
@@ -139,33 +129,260 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return JSONResponse(card)
 
-    @v1.post("/completions", openapi_extra=_body_of(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        return await service.answer(request, CompletionRequest)
+    @v1.post("/completions")
+    async def completions(http: Request, request: CompletionRequest) -> Response:
+        return await service.answer(http, request)
 
-    @v1.post("/chat/completions", openapi_extra=_body_of(ChatRequest))
-    async def chat(request: Request) -> Response:
-        return await service.answer(request, ChatRequest)
+    @v1.post("/chat/completions")
+    async def chat(http: Request, request: ChatRequest) -> Response:
+        return await service.answer(http, request)
 
     app.include_router(v1)
     return app
 
 
-def _body_of(kind: type[OpenAIRequest]) -> dict[str, Any]:
-    """For /openapi.json: the routes read their bodies themselves, within limits."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
-
-
-async def _api_error(_: Request, error: Any) -> Response:
-    return JSONResponse(error.body, error.status, headers=error.headers)
-
-
 async def _http_error(request: Request, error: Any) -> Response:
-    """Starlette's own: no such path (404), wrong method (405)."""
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return await _api_error(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    """`ApiError`, and Starlette's own: no such path (404), wrong method (405)."""
+    if not isinstance(error, ApiError):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return JSONResponse(error_body(error), error.status_code, headers=error.headers)
+
+
+async def _invalid(request: Request, error: Any) -> Response:
+    """A body that is not JSON, or has a wrong value."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return await _http_error(request, ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}"))
+    name, message = explain(first | {"loc": first["loc"][1:]})
+    return await _http_error(request, ApiError(400, message, param=name or None))
 
 
 async def _mistake(request: Request, _: Exception) -> Response:
     """The server logs the traceback."""
-    return await _api_error(request, ApiError(500, "the server made a mistake; its log says more"))
+    return await _http_error(request, ApiError(500, "the server made a mistake; its log says more"))
+
+
+class LimitBody:
+    """ASGI middleware: bodies of more than `MAX_BODY_BYTES` get status 413."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body is larger than the {MAX_BODY_BYTES} bytes that this server takes")
+            return message
+
+        await self.app(scope, limited, send)
+
+
+class Service:
+    """Answers requests over one engine.
+
+    Attributes:
+        max_length: most tokens of prompt and answer.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
+        made_for = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+        limits = (engine.runner.max_length, settings.max_length or made_for or DEFAULT_MAX_LENGTH)
+        self.max_length = min(limit for limit in limits if limit is not None)
+        self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 unless `name` is the model that is served; None is."""
+        if name not in (None, self.settings.model_name):
+            message = f"no model {name!r}; this server has {self.settings.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def answer(self, http: Request, request: OpenAIRequest) -> Response:
+        """The answer to one request.
+
+        Raises:
+            ApiError: 400 what cannot be served, 404 another model, 429 too many sequences wait, 499, 500, 503.
+        """
+        start = time.monotonic()
+        self.check_model(request.model)
+        prompts = await asyncio.to_thread(self._encode, request)  # long ones take a while
+        room = [self._new_tokens(len(prompt), request.wanted_tokens) for prompt in prompts]
+        each = [
+            (prompt, request.sampling(new, choice))
+            for prompt, new in zip(prompts, room, strict=True)
+            for choice in range(request.n)
+        ]
+        waiting = self.engine.counts["waiting"]
+        if waiting + len(each) > self.settings.max_queue:
+            message = f"{waiting} sequences wait already, and {len(each)} more are too many; try again later"
+            raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
+        kind = ChatFormat if isinstance(request, ChatRequest) else CompletionFormat
+        tokens, with_logprobs = sum(map(len, prompts)), request.wanted_logprobs is not None
+        form = kind(self.engine.tokenizer, self.settings.model_name, tokens, with_logprobs)
+        choices = Choices(self.engine, self.metrics, each, request.stream)
+        if request.stream:
+            usage = request.stream_options is not None and request.stream_options.include_usage
+            return EventStream(self._chunks(choices, form, usage, start), choices.cancel)
+        try:
+            results = await unless_disconnected(http, choices.results())
+        finally:
+            choices.cancel()
+        return JSONResponse(form.whole(results))
+
+    async def _chunks(
+        self, choices: Choices, form: CompletionFormat, usage: bool, start: float
+    ) -> AsyncIterator[dict[str, Any]]:
+        for chunk in form.first(len(choices.handles)):
+            yield chunk
+        waiting = True
+        async for index, event in choices.events():
+            if waiting:
+                self.metrics.first_token_seconds.observe(time.monotonic() - start)
+                waiting = False
+            yield form.last(index, event) if isinstance(event, Result) else form.piece(index, event)
+        if usage:
+            yield form.usage_chunk()
+
+    def _encode(self, request: OpenAIRequest) -> list[list[int]]:
+        """The tokens of each prompt."""
+        try:
+            if isinstance(request, ChatRequest):
+                text = chat_text(self.engine.tokenizer, [message.for_template() for message in request.messages])
+                return [self.engine.encode(text, special=False)]
+            assert isinstance(request, CompletionRequest)
+            for prompt in request.prompt:  # reject before tokenizing what would take long
+                self._new_tokens(len(prompt) // (self._longest_token if isinstance(prompt, str) else 1), None)
+            return [self.engine.encode(prompt) for prompt in request.prompt]
+        except UserError as error:  # of the chat template
+            raise ApiError(400, str(error), param="messages") from error
+        except ValueError as error:
+            raise ApiError(400, str(error), param="prompt") from error
+
+    def _new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
+        """Most new tokens of a sequence."""
+        room = self.max_length - prompt_tokens
+        if room < (wanted or 1):
+            message = (
+                f"{prompt_tokens} prompt tokens and {wanted or 1} new ones are more than the {self.max_length} that a"
+                " request may have; shorten the prompt or lower max_tokens"
+            )
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        return wanted or room
+
+
+class Choices:
+    """The choices of one HTTP request, which end together when one fails.
+
+    Args:
+        each: prompt and parameters of each choice.
+
+    Raises:
+        ApiError: 400 what the engine refuses, 503 it is shut down.
+    """
+
+    def __init__(
+        self, engine: Engine, metrics: Metrics, each: list[tuple[list[int], SamplingParams]], stream: bool
+    ) -> None:
+        self._metrics, self._loop = metrics, asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.handles: list[Any] = []
+        try:
+            for index, (prompt, params) in enumerate(each):
+                put = functools.partial(self._put, index)
+                on_piece = put if stream else None
+                self.handles.append(engine.submit(prompt, params, stream=False, on_piece=on_piece, on_finish=put))
+        except ValueError as error:
+            self.cancel()
+            raise ApiError(400, str(error)) from error
+        except RuntimeError as error:
+            raise ApiError(503, str(error), code="shutting_down") from error
+
+    def cancel(self) -> None:
+        """End what is unfinished; its slots are free after the engine's next step."""
+        for handle in self.handles:
+            if not handle.done:
+                handle.cancel()
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """(choice, event); each choice's pieces, then its result.
+
+        Raises:
+            ApiError: 500 the model failed, 503 cancelled by the server.
+        """
+        unfinished = len(self.handles)
+        while unfinished:
+            index, event = await self._events.get()
+            if isinstance(event, Result):
+                unfinished -= 1
+                if event.finish_reason == "error":
+                    raise ApiError(500, f"the model failed: {event.error}", code="model_error")
+                if event.finish_reason == "cancelled":
+                    raise ApiError(503, "the server is shutting down", code="shutting_down")
+            yield index, event
+
+    async def results(self) -> list[Result]:
+        found = {index: event async for index, event in self.events() if isinstance(event, Result)}
+        return [found[index] for index in sorted(found)]
+
+    def _put(self, index: int, event: Event) -> None:
+        """The engine's callback, in its thread."""
+        if isinstance(event, Result):
+            self._metrics.prompt_tokens.inc(event.prompt_tokens)
+            self._metrics.new_tokens.inc(len(event.token_ids))
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+
+class EventStream(StreamingResponse):
+    """JSON objects as server-sent events (WHATWG HTML), "[DONE]" after the last; a failure becomes an event.
+
+    Args:
+        close: called at the end in any case, also if the client disconnects before the first event.
+    """
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
+        # Proxies must pass events on as they come.
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(self._lines(chunks), media_type="text/event-stream", headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+    async def _lines(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+        try:
+            async for chunk in chunks:
+                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+            yield "data: [DONE]\n\n"
+        except ApiError as error:  # the status is sent already
+            yield f"data: {json.dumps(error_body(error))}\n\n"
+
+
+async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    Raises:
+        ApiError: 499, the client went away.
+    """
+
+    async def disconnected() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(CLIENT_GONE, "the client went away")
+    finally:
+        working.cancel()
+        watching.cancel()

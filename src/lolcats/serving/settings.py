@@ -1,4 +1,4 @@
-"""Limits of the built-in server; `lolcats serve` has an option for the first ones."""
+"""Limits of the built-in server, which are options of `lolcats serve`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,5 @@ class ServerSettings(Section, frozen=True):
     """Sequences that may wait; more get status 429."""
     max_length: int | None = Field(None, ge=2)
     """Most tokens of prompt and answer; without, what the engine or the model's configuration says."""
-    max_tokens_limit: int = Field(4096, ge=1)
-    """Most new tokens of a request."""
-    request_timeout: float = Field(600.0, gt=0)
-    """Seconds for a request, waiting included."""
-    drain_timeout: float = Field(30.0, ge=0)
+    drain_timeout: int = Field(30, ge=0)
     """Seconds that running requests get after SIGTERM."""
-    max_sequences: int = 64
-    """Most answers of one request, over all its prompts."""
-    max_connections: int = 512
-    """Requests that are answered at a time; also connections, of which idle ones make room."""
-    max_body_bytes: int = 4 * 2**20
-    """Size of a request's body."""
-    body_timeout_s: float = 30.0
-    """Seconds in which a request's body must have come."""
-    idle_timeout_s: float = 30.0
-    """Seconds after which a connection is closed that brings no request or takes no answer."""

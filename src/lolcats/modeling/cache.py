@@ -186,7 +186,9 @@ class ExactCacheLayer(AttentionCacheLayer):
         past_B, row_B = rows.on(len(k_BGTD), self.keys.device)
         adjacent, memory = rows.adjacent, (self.keys, self.values)
 
-        if tokens == 1:
+        # A CPU has no kernel that reads lengths.
+        is_step = tokens == 1 and (self.is_allocated or self.keys.is_cuda or not rows.even)
+        if is_step:
             key = self.keys.device, self.places, self.sinks
             if key not in rows.shared:
                 rows.shared[key] = self._step_places(past_B, rows.real_BT)
@@ -195,7 +197,7 @@ class ExactCacheLayer(AttentionCacheLayer):
             keys, values = (x[row_B if adjacent is None else adjacent, :, : min(end, self.places)] for x in memory)
             return keys, values, {"length": length_B}
 
-        new = [x.to(self.keys.dtype) for x in new]
+        new = [pack(x) if packed and not is_packed(x) else x.to(self.keys.dtype) for x in new]
         if rows.even and adjacent is not None and end <= self.places:
             for x, new_BGTD in zip(memory, new, strict=True):
                 x[adjacent, :, rows.past : end] = new_BGTD

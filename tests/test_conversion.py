@@ -10,15 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    PreTrainedTokenizerFast,
 )
 
 from lolcats.config import DataSection, ModelSection
@@ -33,7 +32,6 @@ from lolcats.conversion import (
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.modeling.compat import CACHE
-from lolcats.modeling.gguf import check_words
 from lolcats.modeling.loading import load_base_model, load_skeleton, locate, resolve_device
 from lolcats.modeling.probing import probe
 
@@ -530,6 +528,8 @@ def test_a_gpu_that_this_build_of_pytorch_cannot_use_is_no_silent_cpu(tmp_path, 
 def gguf_folder(tmp_path, request):
     """A tiny quantized Llama as a GGUF file, and the weights that it holds; the parameter is its `add_bos_token`."""
     gguf = pytest.importorskip("gguf")
+    if not hasattr(transformers, "GgufConfig"):
+        pytest.skip("needs transformers 5.19")
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -601,20 +601,3 @@ def test_a_gguf_tokenizer_begins_texts_as_the_file_says(gguf_folder, begin, tmp_
     assert tokenizer("abba", add_special_tokens=False)["input_ids"] == [60, 61]
     tokenizer.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("abba")["input_ids"] == [*begin, 60, 61]
-
-
-@pytest.mark.parametrize("merged", [True, False])
-def test_a_gguf_tokenizer_that_lost_its_merges_is_refused(merged):
-    words = [f"{first}{second}ding" for first in "bcdfghklmnprstvw" for second in "aeiou"]
-    tokenizer = Tokenizer(models.BPE(unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], show_progress=False)
-    tokenizer.train_from_iterator(words, trainer)
-    if not merged:
-        tokenizer.model = models.BPE(tokenizer.get_vocab(), merges=[], unk_token="?")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    if merged:
-        check_words(fast, "tiny.gguf")
-    else:
-        with pytest.raises(UserError, match=r"85 of 85 words in its vocabulary are split\. Use transformers 5\.18"):
-            check_words(fast, "tiny.gguf")

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.call import SOFTMAX, AttentionCall
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
@@ -42,26 +42,16 @@ def test_memory_does_not_grow(filled, kit):
     assert cache.layers[0].keys is None
 
 
-def static_cache(model, length):
-    return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
-
-
 @torch.no_grad()
-def test_a_static_cache_of_another_model_is_refused(make_linear, llama, kit):
-    model, input_ids = make_linear(), kit.tokens(1, 9)
-    cache = static_cache(model, 12)
-    llama(input_ids[:, :4], past_key_values=cache)
-    for run in (model, model.model):
-        with pytest.raises(ValueError, match="4 tokens of another model"):
-            run(input_ids[:, 4:], past_key_values=cache)
-    # nor one that was filled in softmax mode, where it works too
-    cache = static_cache(model, 12)
-    softmax = {"past_key_values": cache, "attention_call": SOFTMAX}
-    pieces = [model(part, **softmax).logits for part in input_ids.split([5, 1, 3], dim=1)]
-    whole = model(input_ids, use_cache=False, attention_call=SOFTMAX).logits
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, **TOLERANCE)
-    with pytest.raises(ValueError, match="start with an empty cache"):
-        model(input_ids[:, :1], past_key_values=cache)
+def test_static_caches_are_refused_and_generate_does_without(make_linear, kit):
+    model, input_ids = make_linear(exact=[0]), kit.tokens(1, 9)
+    for call in (AttentionCall(), SOFTMAX):
+        cache = StaticCache(config=model.config.get_text_config(), max_cache_len=12)
+        with pytest.raises(ValueError, match="use a DynamicCache"):
+            model(input_ids, past_key_values=cache, attention_call=call)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(input_ids, **settings)
+    assert torch.equal(model.generate(input_ids, cache_implementation="static", **settings), expected)
 
 
 @pytest.mark.parametrize("inference", [False, True])

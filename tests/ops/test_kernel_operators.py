@@ -77,6 +77,22 @@ def test_whoever_looks_at_operators_sees_one():
     assert leaf.run("triton")[0].grad_fn is not None
 
 
+@torch.no_grad()
+def test_layers_share_what_follows_from_borders_and_positions():
+    case, cu_seqlens = make_case("terraced 4 sinks=2", 20), borders(5, 0, 12)
+    shared: dict = {}
+    _, state = case.run("triton", cu_seqlens=cu_seqlens, return_state=True)
+    given = {"cu_seqlens": cu_seqlens, "state": state, "return_state": True}
+    expected, after = case.run("triton", **given)
+    kept = []
+    for _ in range(2):
+        y, found = case.run("triton", shared=shared, **given)
+        assert torch.equal(y, expected)
+        assert all(map(torch.equal, found.values(), after.values()))
+        kept.append([id(x) for x in shared.values()])
+    assert kept[0] == kept[1] != []
+
+
 @pytest.mark.parametrize("layout", [None, pytest.param(borders(4, 16), marks=pytest.mark.slow)], ids=["rows", "packed"])
 def test_compiles(layout):
     """torch.compile makes one graph of it, forward and backward."""

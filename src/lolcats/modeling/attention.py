@@ -18,13 +18,12 @@ from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import ExactCacheLayer, recurrent_layers
-from lolcats.modeling.cache_hooks import adapt_static_cache, run_all_tokens
+from lolcats.modeling.cache_hooks import run_all_tokens
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Rows
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
-from lolcats.ops.hybrid_attention.remember import begin_pass, end_pass
 from lolcats.ops.packing import Packing
 
 ATTENTION_NAME = "lolcats"
@@ -91,7 +90,7 @@ def lolcats_attention(
         elif packed:
             k, v = pack(k), pack(v)
         if not where:
-            cu_seqlens = packing.cu_seqlens if packing is not None and packing.documents else None
+            cu_seqlens = None if packing is None else packing.documents
             where = {"cu_seqlens": cu_seqlens, "mask": None if mask is None else _last_columns(mask, k.shape[2])}
             if mask is not None and mask.dim() == 2 and sliding_window is not None and linear_attention is None:
                 # transformers' own layer of the cache counts padding, and so does the original model.
@@ -130,9 +129,9 @@ def lolcats_attention(
     arguments: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits}
     if packing is not None:
         q_BHTD, k_BGTD, v_BGTD = (packing.pack(x) for x in (q_BHTD, k_BGTD, v_BGTD))
-        arguments["cu_seqlens"] = packing.cu_seqlens
+        arguments |= {"cu_seqlens": packing.cu_seqlens, "shared": packing.shared}
     if rows is not None:
-        arguments |= {"state": layer.take(rows), "return_state": True}
+        arguments |= {"state": layer.take(rows), "return_state": True, "shared": rows.shared}
     y_BHTD, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, backend=call.backend, **arguments)
     if rows is not None:
         layer.advance(state, rows, tokens)
@@ -282,18 +281,16 @@ def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCal
         )
     begins_BT[:, 0] = True
     first_S = begins_BT.expand(batch, -1).flatten().nonzero()[:, 0]
-    packing = Packing(pad(first_S, (0, 1), value=batch * begins_BT.shape[1]).int(), documents=True)
+    borders = pad(first_S, (0, 1), value=batch * begins_BT.shape[1]).int()
+    packing = Packing(borders, documents=borders.cpu())
     no_mask = position_ids.new_empty(batch, 1, 1, 0)  # else transformers would look for borders itself
     return {ATTENTION_CALL: replace(call, packing=packing), "attention_mask": no_mask, "use_cache": False}
 
 
 def prepare_passes(decoder: nn.Module) -> None:
     """Register the hooks of a decoder with linearized layers; those of its attention are `provide_cache_layer`."""
-    for hook in (keep_implementation, adapt_static_cache, find_sequences, run_all_tokens):
+    for hook in (keep_implementation, find_sequences, run_all_tokens):
         decoder.register_forward_pre_hook(hook, with_kwargs=True)
-    # Layers share what they compute from equal inputs of a forward pass.
-    decoder.register_forward_pre_hook(begin_pass)
-    decoder.register_forward_hook(end_pass, always_call=True)
 
 
 def _padding_mask(mask: Tensor | None, query: Tensor, dense: bool = False) -> Tensor | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from lolcats.modeling.call import Rows
 from lolcats.modeling.compat import is_placeholder
@@ -48,7 +48,6 @@ class AttentionCacheLayer(CacheLayerMixin):
 
     Args:
         is_sliding: what the replaced layer said; transformers looks up masks by it.
-        is_compileable: whether it was the layer of a static cache, for which `generate` compiles decoding.
 
     Attributes:
         tokens: of a row so far, padding included.
@@ -57,9 +56,9 @@ class AttentionCacheLayer(CacheLayerMixin):
 
     is_allocated = False
 
-    def __init__(self, is_sliding: bool = False, is_compileable: bool = False) -> None:
+    def __init__(self, is_sliding: bool = False) -> None:
         super().__init__()
-        self.is_sliding, self.is_compileable = is_sliding, is_compileable
+        self.is_sliding = is_sliding
         self.reset()
 
     def __copy__(self) -> Any:
@@ -319,7 +318,6 @@ class HybridCacheLayer(AttentionCacheLayer):
         else:
             state = self.state.map(lambda x: x[rows.adjacent])
         if not rows.step:
-            # One tensor in all layers: what follows from it is computed once (`ops.hybrid_attention.remember`).
             state.position, _ = rows.on(len(state.position), state.position.device)
         return state
 
@@ -346,28 +344,3 @@ class HybridCacheLayer(AttentionCacheLayer):
 
     def held(self, row: int, length: int) -> tuple[Any, ...]:
         return (row,)
-
-
-class _Untraced:
-    """A softmax layer in a static cache, which attention sees as it sees a growing one.
-
-    torch.compile does not trace it: the length grows.
-    """
-
-    is_compileable = True
-
-    @torch.compiler.disable
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return super().update(key_states, value_states)  # type: ignore[misc]
-
-    def reset(self) -> None:
-        self.is_initialized = False  # until 5.23 transformers kept as many zeros
-        super().reset()  # type: ignore[misc]
-
-
-class UntracedLayer(_Untraced, DynamicLayer):
-    """Keeps all tokens."""
-
-
-class UntracedSlidingLayer(_Untraced, DynamicSlidingWindowLayer):
-    """Keeps a native window."""

@@ -5,17 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from lolcats.modeling.cache import (
-    AttentionCacheLayer,
-    ExactCacheLayer,
-    HybridCacheLayer,
-    UntracedLayer,
-    UntracedSlidingLayer,
-)
+from lolcats.modeling.cache import AttentionCacheLayer, ExactCacheLayer, HybridCacheLayer
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID
 from lolcats.modeling.compat import given_cache, is_placeholder
 
@@ -23,34 +16,6 @@ NOT_QUANTIZED = (
     "a quantized cache has no effect on linear attention, whose states stay as they are: use the default cache, and"
     " set_attention(exact_bits=8) for the keys and values of heads that keep softmax attention"
 )
-
-
-def adapt_static_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the decoder: lets a StaticCache serve linear and softmax layers.
-
-    transformers' static layers return whole buffers, with masks by position, which linear layers cannot
-    use. Layers that grow take their places before any memory is reserved.
-
-    Raises:
-        ValueError: the cache holds tokens of another model.
-    """
-    cache = given_cache(kwargs)
-    if isinstance(cache, Cache) and any(isinstance(layer, StaticLayer) for layer in cache.layers):
-        _replace_static_layers(cache)
-
-
-@torch.compiler.disable
-def _replace_static_layers(cache: Cache) -> None:
-    layers: list[Any] = cache.layers
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, StaticLayer):
-            continue
-        if (tokens := int(layer.get_seq_length())) > 0:
-            raise ValueError(
-                f"layer {index} of the cache is a {type(layer).__name__} with {tokens} tokens of another model; start"
-                " with an empty cache"
-            )
-        layers[index] = UntracedSlidingLayer(layer.max_cache_len) if layer.is_sliding else UntracedLayer()
 
 
 def shares_keys(module: nn.Module) -> bool:
@@ -74,7 +39,7 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     that the module needs takes the place of an empty one.
 
     Raises:
-        ValueError: the cache holds tokens of this layer in another form.
+        ValueError: the cache is static, or holds tokens of this layer in another form.
     """
     cache = given_cache(kwargs)
     if cache is None:
@@ -86,9 +51,11 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     layer = cache.layers[index] if index < len(cache.layers) else None
     if is_placeholder(layer):  # transformers keeps nothing for it, as it attends over an earlier layer's keys
         layer = None
+    if isinstance(layer, StaticLayer):
+        raise ValueError("static caches hold buffers of keys, which linear layers do not have: use a DynamicCache")
     kind = _needed_layer(module, layer, call.mode)
     if kind is not None and not isinstance(layer, kind):
-        layer = _replacement(cache, index, layer, kind)
+        layer = _replacement(index, layer, kind)
         cache.layers[index : index + 1] = [layer]
     if isinstance(layer, AttentionCacheLayer):
         kwargs = kwargs | {ATTENTION_CALL: replace(call, layer=layer)}
@@ -109,7 +76,7 @@ def _needed_layer(module: nn.Module, layer: Any, mode: str) -> type | None:
     return ExactCacheLayer if bounded and not has_window else None
 
 
-def _replacement(cache: Cache, index: int, layer: Any, kind: type) -> Any:
+def _replacement(index: int, layer: Any, kind: type) -> Any:
     if hasattr(layer, "_dequantize"):
         raise ValueError(NOT_QUANTIZED)
     if layer is not None and (not isinstance(layer, (DynamicLayer, AttentionCacheLayer)) or layer.get_seq_length() > 0):
@@ -119,5 +86,4 @@ def _replacement(cache: Cache, index: int, layer: Any, kind: type) -> Any:
         )
     if kind is DynamicLayer:
         return DynamicLayer()
-    like: Any = cache if layer is None else layer
-    return kind(getattr(layer, "is_sliding", False), like.is_compileable)
+    return kind(getattr(layer, "is_sliding", False))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
@@ -283,6 +284,8 @@ class LolcatsForCausalLM(LolcatsPreTrainedModel, GenerationMixin):
             )
         if generation_config.cache_implementation == "quantized":
             raise ValueError(NOT_QUANTIZED)
+        if generation_config.cache_implementation in ALL_STATIC_CACHE_IMPLEMENTATIONS:
+            generation_config.cache_implementation = None  # a state has one size anyway
         GenerationMixin._prepare_cache_for_generation(self, generation_config, model_kwargs, *args)
 
 

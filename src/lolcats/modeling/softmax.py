@@ -18,7 +18,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from lolcats.ops.eight_bits import is_packed, unpack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
-from lolcats.ops.hybrid_attention.remember import remembered
 
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
 QUERY_BLOCK = 1024
@@ -72,7 +71,8 @@ def softmax_attention(
     if cu_seqlens is not None:
         given: dict[str, Any] = {"sliding_window": sliding_window, "sinks": sinks, "dropout": dropout}
         given |= {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
-        lengths = remembered(_lengths, cu_seqlens, len(q_BHTD) * tokens)
+        borders = [*cu_seqlens.tolist(), len(q_BHTD) * tokens]  # and of the padding behind them
+        lengths = [end - begin for begin, end in pairwise(borders) if begin < end]
         rows = [x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q_BHTD, k_BGKD, v_BGKD)]
         y_1HMD = torch.cat([softmax_attention(*part, **given) for part in zip(*rows, strict=True)], dim=2)
         return y_1HMD[0].unflatten(1, (-1, tokens)).transpose(0, 1)
@@ -132,9 +132,11 @@ def softmax_attention(
         if window is not None:
             first = max(keys - tokens + begin - window + 1, 0)
         ends = min(sinks or 0, first), first, last
-        # Equal in all layers, so that only the first computes it.
-        settings = (*ends, keys - tokens + begin, window, sinks, k_BGKD.device)
-        key_1K, query_T1, visible = remembered(_causal, *settings)
+        column_K = torch.arange(last, device=k_BGKD.device)
+        key_1K, query_T1 = _ends(column_K, *ends, dim=0)[None], column_K[keys - tokens + begin :, None]
+        visible = (key_1K <= query_T1)[None]
+        if window is not None:
+            visible = visible & _in_reach(key_1K, query_T1, window, sinks)
         if position is not None:
             query_BT1 = position[:, keys - tokens + begin : last, None]
             visible = visible & _in_reach(position[:, None, :last], query_BT1, sliding_window, sinks)
@@ -145,28 +147,10 @@ def softmax_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _causal(
-    head: int, first: int, last: int, query: int, window: int | None, sinks: int | None, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Places [1, K] of the keys `_ends` and [T, 1] of the queries from `query`, and which they see, [1, T, K] bool."""
-    column_K = torch.arange(last, device=device)
-    key_1K, query_T1 = _ends(column_K, head, first, last, dim=0)[None], column_K[query:, None]
-    visible_TK = key_1K <= query_T1
-    if window is not None:
-        visible_TK = visible_TK & _in_reach(key_1K, query_T1, window, sinks)
-    return key_1K, query_T1, visible_TK[None]
-
-
 def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:
     """The first `head` entries, and those from `first` up to `last`."""
     tail = x.narrow(dim, first, last - first)
     return tail if head == 0 else torch.cat([x.narrow(dim, 0, head), tail], dim)
-
-
-def _lengths(cu_seqlens: Tensor, tokens: int) -> list[int]:
-    """Of the sequences that have tokens, and of the padding behind them."""
-    borders = [*cu_seqlens.tolist(), tokens]
-    return [end - begin for begin, end in pairwise(borders) if begin < end]
 
 
 def _in_reach(key: Tensor, query: Tensor, window: int | None, sinks: int | None) -> Tensor:

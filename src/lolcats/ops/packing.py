@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +18,14 @@ class Packing:
     Attributes:
         cu_seqlens: int32 [sequences + 1], their borders in a row of N tokens, from 0; padding may follow.
         token_N: the row's tokens by their place among the batch's B * T; None: all of them, in order.
-        documents: rows of the batch hold several sequences, else sequence b is that of row b.
+        documents: `cu_seqlens` on the CPU, if rows of the batch hold several sequences; else sequence b is row b's.
+        shared: what layers computed from these borders, for others.
     """
 
     cu_seqlens: Tensor
     token_N: Tensor | None = None
-    documents: bool = False
+    documents: Tensor | None = None
+    shared: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of_mask(cls, real_BT: Tensor) -> Packing | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -35,6 +35,7 @@ def hybrid_attention(
     state: HybridState | None = None,
     return_state: bool = False,
     backend: str = "auto",
+    shared: dict[Hashable, Any] | None = None,
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention: equation hybrid_linear_swa of arXiv:2410.10254, see `AttentionConfig`.
 
@@ -53,6 +54,8 @@ def hybrid_attention(
         return_state: also return the state after these tokens.
         backend: "reference" (quadratic, whole sequences alone), "chunked" (linear time and memory, any device),
             "triton" (GPU kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
+        shared: what the kernels compute from borders and positions, kept for the other layers of a forward pass, which
+            have the same ones; at first empty.
 
     Returns:
         y [B, H, T, D] in q's type, and the state or None.
@@ -93,7 +96,7 @@ def hybrid_attention(
         if kernels:
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
-            return triton_attention(*inputs, state=before, cu_seqlens=cu_seqlens, **given)
+            return triton_attention(*inputs, state=before, cu_seqlens=cu_seqlens, shared=shared, **given)
         assert before is not None
         attend: Callable[..., tuple[Tensor, HybridState]] = partial(chunked, **given)
         if backend == "reference":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,6 @@ from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
-from lolcats.ops.hybrid_attention.remember import remembered
 
 
 @dataclass
@@ -102,6 +103,17 @@ def ring_positions(position_B: Tensor, capacity: int) -> Tensor:
     return last_B1 - (last_B1 - slot_C) % max(capacity, 1)
 
 
+def once(shared: dict[Hashable, Any] | None, build: Callable[..., Any], *sources: Any) -> Any:
+    """`build(*sources)`, made once for all calls with one `shared`: the layers of a forward pass, which give the same
+    tensors. On a GPU a table made from borders of sequences costs some twenty launches."""
+    if shared is None or torch.compiler.is_compiling():
+        return build(*sources)
+    key = build, *[x.device if isinstance(x, Tensor) else x for x in sources]
+    if key not in shared:
+        shared[key] = build(*sources)
+    return shared[key]
+
+
 def push_tokens(
     state: HybridState,
     config: AttentionConfig,
@@ -110,6 +122,7 @@ def push_tokens(
     cu_seqlens: Tensor | None = None,
     *,
     fresh: bool = False,
+    shared: dict[Hashable, Any] | None = None,
 ) -> HybridState:
     """Ring, sinks and position after the new tokens; see `hybrid_attention`.
 
@@ -119,9 +132,7 @@ def push_tokens(
     if fresh and cu_seqlens is None:
         return _push_first(state, k_BGTD, v_BGTD)
     tokens = k_BGTD.shape[2]
-    # From the same positions in all layers, so that only the first computes it.
-    position_N = None if fresh else state.position
-    length_N, ring, sinks = remembered(_latest_and_first, config, position_N, cu_seqlens, tokens)
+    length_N, ring, sinks = once(shared, _latest_and_first, config, state.position, cu_seqlens, tokens)
 
     def gather(wanted: tuple[Tensor, Tensor], old_NGCD: Tensor, new_BGTD: Tensor) -> Tensor:
         """The requested tokens, from the new ones where they are among them, else the old ones."""
@@ -145,15 +156,14 @@ def push_tokens(
 
 
 def _latest_and_first(
-    config: AttentionConfig, position_N: Tensor | None, cu_seqlens: Tensor | None, tokens: int
+    config: AttentionConfig, position_N: Tensor, cu_seqlens: Tensor | None, tokens: int
 ) -> tuple[Tensor | int, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """How many new tokens there are; for the ring's slots and for the sinks the new token of each and whether it has
-    one, both [N, C]. Without positions all are zero."""
+    one, both [N, C]."""
     start_N1: Tensor | int = 0
     length_N: Tensor | int = tokens
     if cu_seqlens is not None:
         start_N1, length_N = cu_seqlens[:-1, None].long(), cu_seqlens.diff().long()
-    position_N = torch.zeros_like(length_N) if position_N is None else position_N  # type: ignore[arg-type]
     end_N = position_N + length_N
     found = []
     for wanted_NC in (ring_positions(end_N, config.capacity), torch.arange(config.sinks, device=end_N.device)):
@@ -163,30 +173,18 @@ def _latest_and_first(
     return length_N, found[0], found[1]
 
 
-def _latest(x_BGTD: Tensor, capacity: int) -> Tensor:
-    """The ring of the latest of a sequence's first tokens: each in its slot."""
-    tokens = x_BGTD.shape[2]
-    if tokens < capacity or capacity == 0:
-        return _earliest(x_BGTD, capacity)
-    return x_BGTD[:, :, tokens - capacity :].roll(tokens % capacity, dims=2)
-
-
-def _earliest(x_BGTD: Tensor, count: int) -> Tensor:
-    """A copy of the first `count` tokens; zeros where there are fewer."""
-    batch, heads, tokens, head_dim = x_BGTD.shape
-    if count == 0:
-        return x_BGTD.new_empty(batch, heads, 0, head_dim)
-    return pad(x_BGTD, (0, 0, 0, count - tokens)) if tokens < count else x_BGTD[:, :, :count].clone()
-
-
 def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridState:
     """`push_tokens` of a sequence's first tokens: the latest of them, rotated to their slots, and the earliest."""
-
-    def latest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
-        return _latest(new_BGTD, old_BGCD.shape[2]).to(old_BGCD.dtype) if old_BGCD.shape[2] else old_BGCD
+    tokens = k_BGTD.shape[2]
 
     def earliest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
-        return _earliest(new_BGTD, old_BGCD.shape[2]).to(old_BGCD.dtype) if old_BGCD.shape[2] else old_BGCD
+        return pad(new_BGTD, (0, 0, 0, old_BGCD.shape[2] - tokens)).to(old_BGCD.dtype)  # always a copy
+
+    def latest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
+        capacity = old_BGCD.shape[2]
+        if not 0 < capacity <= tokens:
+            return earliest(old_BGCD, new_BGTD)
+        return new_BGTD[:, :, tokens - capacity :].roll(tokens % capacity, dims=2).to(old_BGCD.dtype)
 
     return replace(
         state,
@@ -194,5 +192,5 @@ def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridSta
         v=latest(state.v, v_BGTD),
         sink_k=earliest(state.sink_k, k_BGTD),
         sink_v=earliest(state.sink_v, v_BGTD),
-        position=torch.full_like(state.position, k_BGTD.shape[2]),
+        position=torch.full_like(state.position, tokens),
     )

@@ -10,6 +10,7 @@ Importing this module needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,8 +24,7 @@ from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forwar
 from lolcats.ops.hybrid_attention.kernels.operands import Operands, is_eager
 from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.remember import remembered
-from lolcats.ops.hybrid_attention.state import HybridState, push_tokens
+from lolcats.ops.hybrid_attention.state import HybridState, once, push_tokens
 
 # The settings that the operators take, as fields of `AttentionConfig`.
 SETTINGS = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
@@ -53,6 +53,7 @@ def triton_attention(
     fresh: bool,
     cu_seqlens: Tensor | None = None,
     need_state: bool = False,
+    shared: dict[Hashable, Any] | None = None,
 ) -> tuple[Tensor, HybridState | None]:
     """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
 
@@ -64,7 +65,7 @@ def triton_attention(
     if fresh:
         config = config.within(tokens)
     elif cu_seqlens is None:
-        cu_seqlens = remembered(_even_borders, batch, tokens, q_BHTD.device)
+        cu_seqlens = once(shared, _even_borders, batch, tokens, q_BHTD.device)
         q_BHTD, k_BGTD, v_BGTD = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q_BHTD, k_BGTD, v_BGTD))
     sequences = 0
     if need_state or not fresh:
@@ -73,18 +74,18 @@ def triton_attention(
     S = z = sink_k = sink_v = base_N = layout = grid = None
     after = state
     if state is not None and (need_state or (config.sinks and not fresh)):
-        after = push_tokens(state, config, k_BGTD, v_BGTD, cu_seqlens, fresh=fresh)
+        after = push_tokens(state, config, k_BGTD, v_BGTD, cu_seqlens, fresh=fresh, shared=shared)
     if fresh:
         # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
         if cu_seqlens is not None:
-            layout = remembered(Segments.of_borders, cu_seqlens, tokens)
+            layout = once(shared, Segments.of_borders, cu_seqlens, tokens)
         if config.sinks:
             sink_k, sink_v = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens)
     else:
         assert state is not None
         assert after is not None
         assert cu_seqlens is not None
-        grid = remembered(PackedGrid, config, state.position, cu_seqlens, q_BHTD.shape[2])
+        grid = once(shared, PackedGrid, config, state.position, cu_seqlens, q_BHTD.shape[2])
         layout, base_N = grid.segments, grid.base_N
         q_BHTD = grid.place(q_BHTD, None, q_BHTD.dtype)
         k_BGTD = grid.place(k_BGTD, state.k, k_BGTD.dtype)
@@ -129,7 +130,7 @@ def triton_squared_error(
 ) -> Tensor:
     """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
     config = config.within(q_BHTD.shape[2])
-    layout = None if cu_seqlens is None else remembered(Segments.of_borders, cu_seqlens, q_BHTD.shape[2])
+    layout = None if cu_seqlens is None else Segments.of_borders(cu_seqlens, q_BHTD.shape[2])
     sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens) if config.sinks else (None, None)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
     arguments = _arguments(tensors, 0, config, params.scale_of(q_BHTD), params.softcap)

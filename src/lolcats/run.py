@@ -30,8 +30,7 @@ from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.parallel.group import Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import shards_weights
-from lolcats.training.checkpoint import read_json
-from lolcats.training.folder import DONE_FILE, refuse_other_settings
+from lolcats.training.checkpoint import finished, read_json, refuse_other_settings
 from lolcats.training.identity import identity, weights_hash
 from lolcats.training.loop import stage_fingerprint, warn_of_few_updates
 from lolcats.training.lora import adapted_projections
@@ -147,7 +146,7 @@ class Run:
             check_folder(config, self.output, resume=self.resume, overwrite=self.overwrite)
             if self.transfer_from is not None and "transfer" not in self.sections:
                 raise UserError("--transfer-from takes stage 1 of another run, and this one has none; leave it out")
-            if self.transfer_from is not None and not (self.transfer_from / "run" / "transfer" / DONE_FILE).is_file():
+            if self.transfer_from is not None and finished(self.transfer_from / "run" / "transfer") is None:
                 raise UserError(f"--transfer-from {self.transfer_from}: there is no finished stage 1 in it")
 
     def begin(self) -> None:

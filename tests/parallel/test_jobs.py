@@ -1,7 +1,5 @@
 """Independent jobs over written hidden states equal joint training."""
 
-import json
-
 import pytest
 from rich.console import Console
 
@@ -70,7 +68,3 @@ def test_damage_is_found_and_prepared_again(configure, tmp_path):
     (folder / "inputs" / "block-001-train.rows").unlink()
     jobs.prepare(config, folder, QUIET)
     jobs.train_one(folder, 1, QUIET)
-    job = folder / jobs.JOB_FILE
-    job.write_text(json.dumps(json.loads(job.read_text()) | {"identity": {}}))
-    with pytest.raises(UserError, match="checksum"):
-        jobs.train_one(folder, 0, QUIET)

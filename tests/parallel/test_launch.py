@@ -13,6 +13,7 @@ import pytest
 from ranks import environment, free_port, largest_difference
 
 from lolcats.config import LinearizeConfig, merge
+from lolcats.training.checkpoint import finished
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_S = 180
@@ -85,7 +86,7 @@ def test_a_lost_machine_and_resume(both_stages, alone, weights, tmp_path):
         wait_until(lambda: list(stage.glob("step-*")) or machines[0].poll() is not None, "a checkpoint appears")
         kill_machine(machines[1])
         assert machines[0].wait(DEADLINE_S) != 0, logs(tmp_path)
-        assert not (stage / "done.json").exists()
+        assert finished(stage) is None
         assert "another process of this run vanished" in logs(tmp_path)
         machines = begin(tmp_path, recipe)
         assert [machine.wait(DEADLINE_S) for machine in machines] == [0, 0], logs(tmp_path)

@@ -14,8 +14,8 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_cache import ActivationCache
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.pipeline import linearize
-from lolcats.training.checkpoint import list_checkpoints
-from lolcats.training.folder import StageFolder
+from lolcats.training import loop
+from lolcats.training.checkpoint import finished, list_checkpoints
 
 QUIET = Console(quiet=True)
 
@@ -54,32 +54,29 @@ def fail_at(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "number", "finished"),
+    ("owner", "name", "number", "blocks"),
     [
-        (StageFolder, "save", 8, 1),  # in the middle of block 1
+        (loop, "write_checkpoint", 8, 1),  # in the middle of block 1
         # block 1 is trained, its inputs are still there
         pytest.param(Blocks, "_delete_inputs", 2, 2, marks=pytest.mark.slow),
     ],
 )
-def test_killed_and_resumed(
-    owner, name, number, finished, streamed, assert_equals_joint, fail_at, tmp_path, monkeypatch
-):
+def test_killed_and_resumed(owner, name, number, blocks, streamed, assert_equals_joint, fail_at, tmp_path, monkeypatch):
     with monkeypatch.context():
         fail_at(owner, name, number)
         with pytest.raises(Killed):
             streamed(resume=False)
     folder = tmp_path / "out" / "run" / "transfer"
-    done = sorted(path.parent.name for path in folder.glob("block-*/done.json"))
-    assert done == ["block-000", "block-001"][:finished]
-    if owner is StageFolder:
-        assert list_checkpoints(folder / "block-001", "step")
+    done = sorted(path.name for path in folder.glob("block-*") if finished(path))
+    assert done == ["block-000", "block-001"][:blocks]
+    assert list_checkpoints(folder / "block-001")
     streamed()
     assert_equals_joint(tmp_path / "out")
     assert not list(folder.rglob("*.data"))
 
 
 def test_damaged_and_foreign_caches(streamed, assert_equals_joint, fail_at, tmp_path):
-    fail_at(StageFolder, "save", 8)
+    fail_at(loop, "write_checkpoint", 8)
     with pytest.raises(Killed):
         streamed(resume=False)
     with pytest.raises(UserError, match=r"run with other settings[\s\S]*transfer.lr"):

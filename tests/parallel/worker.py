@@ -19,7 +19,7 @@ from lolcats.errors import UserError
 from lolcats.parallel.group import Group
 from lolcats.parallel.launch import open_group
 from lolcats.pipeline import linearize
-from lolcats.training import folder
+from lolcats.training import loop
 from lolcats.training.attention_transfer import TransferStage
 
 QUIET = Console(quiet=True)
@@ -94,24 +94,24 @@ def _nan(group: Group) -> Iterator[None]:
 @contextmanager
 def _full_disk(group: Group) -> Iterator[None]:
     """Rank 1 can write no file of more than 100 bytes once the first checkpoint is written."""
-    original, calls = folder.write_checkpoint, [0]
+    original, calls = loop.write_checkpoint, [0]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def limited(*args: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 4 and group.rank == 1:  # the second one of stage 1, after its best weights
+        if calls[0] == 2 and group.rank == 1:  # the second one of stage 1
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
             return original(*args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    folder.write_checkpoint = limited
+    loop.write_checkpoint = limited
     try:
         yield
     finally:
-        folder.write_checkpoint = original
+        loop.write_checkpoint = original
 
 
 FAULTS: dict[str, Callable[[Group], Any]] = {"none": _none, "nan": _nan, "full disk": _full_disk}

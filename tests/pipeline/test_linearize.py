@@ -219,9 +219,9 @@ from pathlib import Path
 from rich.console import Console
 from lolcats.config import LinearizeConfig
 from lolcats.pipeline import linearize
-from lolcats.training import folder
+from lolcats.training import loop
 
-write = folder.write_checkpoint
+write = loop.write_checkpoint
 
 def counted(*arguments, **keywords):
     global left
@@ -232,10 +232,10 @@ def counted(*arguments, **keywords):
 
 def kill_and_resume(config, output):
     global left
-    for left in (3, 4, 3, 1000):  # checkpoints that a run may write; what is imported above is imported once
+    for left in (1, 3, 1, 1000):  # checkpoints that a run may write; what is imported above is imported once
         child = os.fork()
         if child == 0:
-            folder.write_checkpoint = counted
+            loop.write_checkpoint = counted
             linearize(config, output, resume=True, console=Console(quiet=True))
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -7,7 +7,6 @@ from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders
 from lolcats.config import AdjustSection, TransferSection
 from lolcats.errors import UserError
 from lolcats.training import device, loop
-from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 from lolcats.training.stage import weights_of
 
 
@@ -65,16 +64,25 @@ def test_accumulation_equals_the_big_batch(tmp_path):
 BLOCK_RUN = {"lr": 1.0, "clip_norm": 1e-8, "eval_every": 1, "plateau_patience": 0, "plateau_factor": 0.5}
 
 
+class Watched(ToyStage):
+    """Keeps its weights at every evaluation."""
+
+    def evaluate(self):
+        self.seen = [*getattr(self, "seen", []), copy_weights(self)]
+        return super().evaluate()
+
+
 def test_blocks_train_as_if_alone(tmp_path):
-    together = run(ToyStage(per_block=True), tmp_path / "together", **BLOCK_RUN)
-    rates = [entry["lr"] for entry in together.history]
+    both = Watched(per_block=True)
+    rates = [entry["lr"] for entry in run(both, tmp_path / "together", **BLOCK_RUN).history]
     assert any(first != second for first, second in rates)
     weights = {}
     for number in (0, 1):
-        alone = run(ToyStage(per_block=True, only=number), tmp_path / str(number), **BLOCK_RUN)
-        assert [entry["lr"] for entry in alone.history] == [[both[number]] for both in rates]
-        weights.update(last_weights(tmp_path / str(number)))
-    assert equal_weights(last_weights(tmp_path / "together"), weights)
+        alone = Watched(per_block=True, only=number)
+        history = run(alone, tmp_path / str(number), **BLOCK_RUN).history
+        assert [entry["lr"] for entry in history] == [[pair[number]] for pair in rates]
+        weights.update(alone.seen[-1])
+    assert equal_weights(both.seen[-1], weights)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-8])
@@ -87,24 +95,13 @@ def test_joint_training_clips_over_all_layers(tmp_path, clip_norm):
     assert equal_weights(joint, blocks) == (clip_norm is None)
 
 
-def last_weights(directory):
-    return read_checkpoint(list_checkpoints(directory, "step")[-1]).tensors["weights"]
-
-
 def test_best_weights_are_restored(tmp_path):
-    seen = []
-
-    class Watched(ToyStage):
-        def evaluate(self):
-            seen.append(copy_weights(self))
-            return super().evaluate()
-
     stage = Watched(metrics=[5.0, 4.0, 2.0, 3.0, 2.0])
     result = run(stage, tmp_path)
     assert (result.best_step, result.best_metric) == (6, 2.0)
-    assert equal_weights(weights_of(stage), seen[2])
-    assert not equal_weights(seen[4], seen[2])
-    assert folders(tmp_path) == ["best-00000006", "done.json", "step-00000012"]
+    assert equal_weights(weights_of(stage), stage.seen[2])
+    assert not equal_weights(stage.seen[4], stage.seen[2])
+    assert folders(tmp_path) == ["step-00000012"]
 
 
 def test_training_that_only_harms_ends_with_the_weights_before_it(tmp_path):
@@ -139,7 +136,7 @@ def test_a_checkpoint_after_so_many_updates_or_seconds_whichever_comes_first(tmp
     monkeypatch.setitem(loop.READ_EVERY, "cpu", read_every)
     saved, stage = [], ToyStage()
     monkeypatch.setattr(loop, "monotonic", lambda: 70.0 * (stage.micro_steps // 3))
-    monkeypatch.setattr(loop.StageFolder, "save", lambda *_: saved.append(stage.micro_steps // 3))
+    monkeypatch.setattr(loop, "write_checkpoint", lambda *_: saved.append(stage.micro_steps // 3))
     run(stage, tmp_path, eval_every=100, checkpoint_every=every)
     slow = 10 if read_every == 5 else 9  # the time is looked at when losses are read
     assert saved == ([4, 8, 12] if every == 4 else [slow, 12])

@@ -7,7 +7,7 @@ import torch
 from toy_stage import Killed, ToyStage, equal_weights, kill_at, run
 
 from lolcats.errors import UserError
-from lolcats.training.checkpoint import checkpoint_path, read_checkpoint
+from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 from lolcats.training.stage import weights_of
 
 pytestmark = [
@@ -56,4 +56,4 @@ def test_real_out_of_memory(tmp_path):
     stage.before_step = fill
     with pytest.raises(UserError, match="step 5: out of cuda:0 memory"):
         run(stage, tmp_path)
-    read_checkpoint(checkpoint_path(tmp_path, "step", 4))
+    read_checkpoint(list_checkpoints(tmp_path)[-1])

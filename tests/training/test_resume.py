@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from toy_stage import TENSORS, Killed, ToyDataset, ToyStage, copy_weights, equal_weights, folders, kill_at, run
+from toy_stage import Killed, ToyDataset, ToyStage, copy_weights, equal_weights, folders, kill_at, run
 
 from lolcats.errors import Terminated, UserError
 from lolcats.training import loop
-from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints
+from lolcats.training.checkpoint import list_checkpoints
 from lolcats.training.progress import Progress
 from lolcats.training.stage import weights_of
 
@@ -83,7 +83,7 @@ def test_killed_at_every_step_of_writing(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     run(toy(), tmp_path / "counting", **short)
     total = calls["count"]
-    assert total > 20
+    assert total > 8
     for last in range(1, total + 1):
         directory = tmp_path / f"killed-{last}"
         calls.update(count=0, last=last)
@@ -93,7 +93,7 @@ def test_killed_at_every_step_of_writing(tmp_path, monkeypatch):
         stage = toy()
         run(stage, directory, resume=True, **short)
         assert equal_weights(weights_of(stage), weights), f"killed at operation {last} of {total}"
-        assert folders(directory) == folders(tmp_path / "unbroken")
+        assert folders(directory)[-1] == folders(tmp_path / "unbroken")[-1] == "step-00000003"
 
 
 def test_finished_stage_is_skipped_and_leaves_the_same_random_state(tmp_path):
@@ -113,11 +113,8 @@ def test_used_folder_needs_resume(tmp_path, unbroken):
     assert folders(tmp_path / "unbroken") == before
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_other_settings_are_refused_by_name(tmp_path, finished):
+def test_other_settings_are_refused_by_name(tmp_path):
     run(toy(), tmp_path, fingerprint={"transfer": {"mse_factor": 1000.0, "xent_factor": 0.0}})
-    if not finished:
-        (tmp_path / "done.json").unlink()
     before = folders(tmp_path)
     with pytest.raises(UserError) as caught:
         run(
@@ -149,42 +146,6 @@ def test_settings_that_do_not_decide_may_change(tmp_path, unbroken):
     assert equal_weights(weights_of(stage), weights)
 
 
-def damage(file: Path, how: str) -> None:
-    data = bytearray(file.read_bytes())
-    if how == "truncated":
-        file.write_bytes(data[:-8])
-    elif how == "flipped":
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
-    else:
-        file.unlink()
-
-
-@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
-@pytest.mark.parametrize("name", [f"step-00000004/{TENSORS}", "step-00000004/state.json", f"best-00000003/{TENSORS}"])
-def test_damage_is_named_before_training(tmp_path, how, name):
-    """best-00000003 is what the last checkpoint refers to; there are better weights after it."""
-    run_until(20, tmp_path)
-    before = folders(tmp_path)
-    damage(tmp_path / name, how)
-    stage = toy()
-    with pytest.raises(CorruptCheckpoint, match=rf"{name}.*\n.*from its beginning"):
-        run(stage, tmp_path, resume=True)
-    assert stage.micro_steps == 0
-    assert folders(tmp_path) == before
-
-
-def test_damaged_result_is_made_again(tmp_path, unbroken, messages):
-    weights, result = unbroken
-    damage(tmp_path / "unbroken" / "done.json", "truncated")
-    stage = toy()
-    again = run(stage, tmp_path / "unbroken", resume=True, progress=messages[0])
-    assert "done.json is damaged" in messages[1].getvalue()
-    assert stage.micro_steps == 0
-    assert equal_weights(weights_of(stage), weights)
-    assert again.history == result.history
-
-
 @pytest.mark.parametrize("micro_step", [5, 10_000])
 def test_sigterm_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, unbroken, micro_step):
     def terminate(number):
@@ -196,7 +157,7 @@ def test_sigterm_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, unbrok
     if micro_step == 5:
         with pytest.raises(Terminated, match=r"stage toy at step \d+: its checkpoint is written"):
             run(stage, tmp_path / "run", checkpoint_every=1000)
-        assert len(list_checkpoints(tmp_path / "run", "step")) == 1
+        assert len(list_checkpoints(tmp_path / "run")) == 1
         stage = toy()
     result = run(stage, tmp_path / "run", resume=True, checkpoint_every=1000)
     assert equal_weights(copy_weights(stage), unbroken[0])

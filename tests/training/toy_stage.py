@@ -16,8 +16,6 @@ from lolcats.training.loop import train
 from lolcats.training.stage import TrainState, weights_of
 
 FEATURES = 5
-TENSORS = "shard-00001-model-00001-of-00001.safetensors"
-"""A checkpoint's file of tensors."""
 
 
 class ToyDataset:

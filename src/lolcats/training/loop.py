@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
 from lolcats.data.packed import BatchSampler, PackedDataset
 from lolcats.errors import Terminated, UserError
-from lolcats.training.checkpoint import Checkpoint
+from lolcats.training.checkpoint import list_checkpoints, read_checkpoint, refuse_other_settings, write_checkpoint
 from lolcats.training.device import explain_out_of_memory, peak_memory_bytes, random_state, set_random_state
-from lolcats.training.folder import StageFolder
 from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged
 from lolcats.training.optim import BlockOptimizer, local_part
 from lolcats.training.progress import Progress
@@ -60,7 +59,7 @@ def train(
     Args:
         seed: of the data order and of torch's global generators (dropout), which are seeded at the beginning
             and again at the end, so that what follows is the same after a stage that was finished before.
-        directory: for checkpoints and `done.json`; used by this stage alone.
+        directory: for checkpoints; used by this stage alone.
         resume: continue with what is in `directory` (or begin, if it is empty).
         progress: where to report; closed in the end. None: nowhere.
         fingerprint: plain values which, with `config`, `seed` and `dataset`, decide the result. They are kept
@@ -74,16 +73,11 @@ def train(
     """
     progress = progress or Progress()
     try:
-        folder = StageFolder(
-            directory,
-            stage_fingerprint(config, dataset, seed, fingerprint or {}),
-            progress.message,
-            stage.group,
-            weights_of(stage),
-        )
         trainer = Trainer(stage, dataset, config, seed, progress)
         with SigtermWatch() as sigterm:
-            return trainer.run(folder, sigterm, resume)
+            return trainer.run(
+                directory, stage_fingerprint(config, dataset, seed, fingerprint or {}), sigterm, resume=resume
+            )
     finally:
         progress.close()
 
@@ -223,32 +217,36 @@ class Trainer:
 
     # --- what surrounds the updates -------------------------------------------------------------------------
 
-    def run(self, folder: StageFolder, sigterm: SigtermWatch, resume: bool) -> TrainState:
+    def run(
+        self, directory: Path, fingerprint: dict[str, Any], sigterm: SigtermWatch, *, resume: bool = False
+    ) -> TrainState:
         """All updates from the beginning, or from what is in the folder; the best weights are in the stage then."""
-        self.folder, self.sigterm, self.saved_at, stage = folder, sigterm, monotonic(), self.stage
-        if not resume:
-            self.folder.refuse_used()
-        finished = self.folder.finished() if resume else None
-        if finished is not None:
-            self.progress.message(f"stage {stage.name}: already finished in {self.folder.path}")
-            return self._end_with(finished)
-        loaded = self.folder.latest() if resume else None
-        if loaded is not None:
-            self._restore(loaded)
-        self.progress.start(stage.name, stage.metric, self.total_steps, self.state.steps)
+        self.directory, self.fingerprint, self.sigterm, self.saved_at = directory, fingerprint, sigterm, monotonic()
+        name, saved = self.stage.name, list_checkpoints(directory)
+        if saved and not resume:
+            raise UserError(
+                f"{directory} already holds a run ({saved[-1].name}); resume it with --resume, replace it by"
+                " --overwrite, or choose another folder"
+            )
+        if saved:
+            refuse_other_settings(directory, fingerprint)
+            self._restore(saved[-1])
+        if saved and self.state.steps == self.total_steps:
+            self.progress.message(f"stage {name}: already finished in {directory}")
+            return self._end()
+        self.progress.start(name, self.stage.metric, self.total_steps, self.state.steps)
         try:
-            self._train(fresh=loaded is None)
+            self._train(fresh=not saved)
         except NonFinite as found:
             raise self._diverged(found) from None
         except (RuntimeError, MemoryError) as error:
-            message = explain_out_of_memory(error, stage.name, self.config, self.device)
+            message = explain_out_of_memory(error, name, self.config, self.device)
             if message is None:
                 raise
-            where = f"stage {stage.name}, step {self.state.steps + 1}"
-            raise UserError(f"{where}: {message} {self.folder.last_checkpoint()}") from error
-        result = self._end_with(self.state)
-        self.folder.finish(result)
-        return result
+            raise UserError(
+                f"stage {name}, step {self.state.steps + 1}: {message} {self._last_checkpoint()}"
+            ) from error
+        return self._end()
 
     def _train(self, fresh: bool) -> None:
         state = self.state
@@ -301,7 +299,7 @@ class Trainer:
         state.history.append(entry)
         is_best = state.evaluated(metric)
         if is_best:
-            self.folder.save_best(state.steps, metric, self._finite_weights())
+            self.best = {weight: _on_cpu(tensor) for weight, tensor in self._finite_weights().items()}
         for block, value in zip(self.blocks, block_metrics, strict=True):
             block.evaluated(value)
         state.evaluation_seconds += monotonic() - started
@@ -328,42 +326,64 @@ class Trainer:
         peaks = self.group.gather(peak_memory_bytes(self.device))
         state.peak_memory_bytes = max(state.peak_memory_bytes, *peaks)
         plain = {
+            "fingerprint": self.fingerprint,
+            "finished": state.steps == self.total_steps,
             "counters": asdict(state),
             "schedules": [block.plateau for block in self.blocks],
             "random": self.group.gather(random_state(self.device)),
         }
-        optimizer = {key: tensor for block in self.blocks for key, tensor in block.tensors().items()}
-        tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
-        self.folder.save(state.steps, state.best_step, tensors, plain)
+        tensors = {"weights": self._finite_weights(), "best": self.best}
+        if plain["finished"]:
+            tensors = {"best": self.best}
+        else:
+            tensors["optimizer"] = {key: tensor for block in self.blocks for key, tensor in block.tensors().items()}
+        write_checkpoint(self.directory, state.steps, tensors, plain, self.group)
         self.saved_at = monotonic()
 
-    def _restore(self, loaded: Checkpoint) -> None:
-        set_weights(self.stage, loaded.tensors["weights"])
-        self.state = TrainState(**loaded.state["counters"])
-        for block, plateau in zip(self.blocks, loaded.state["schedules"], strict=True):
-            block.load(loaded.tensors["optimizer"], plateau)
-        states: list[dict[str, str]] = loaded.state["random"]
+    def _restore(self, path: Path) -> None:
+        tensors, plain = read_checkpoint(path, weights_of(self.stage), self.group)
+        self.state = TrainState(**plain["counters"])
+        self.best = {name: _on_cpu(tensor) for name, tensor in tensors["best"].items()}
+        if plain["finished"]:
+            return
+        set_weights(self.stage, tensors["weights"])
+        for block, plateau in zip(self.blocks, plain["schedules"], strict=True):
+            block.load(tensors.get("optimizer", {}), plateau)
+        states: list[dict[str, str]] = plain["random"]
         if len(states) == self.group.world:
             set_random_state(states[self.group.rank], self.device)
         else:  # another number of ranks than before: new ones
             torch.manual_seed(hash((self.seed, self.state.steps, self.group.rank)))
-        self.progress.message(f"stage {self.stage.name}: resuming from {loaded.path}")
+        self.progress.message(f"stage {self.stage.name}: resuming from {path}")
 
-    def _end_with(self, result: TrainState) -> TrainState:
-        set_weights(self.stage, self.folder.best_weights(result.best_step))
+    def _end(self) -> TrainState:
+        set_weights(self.stage, self.best)
         # what comes next (the next stage's initial weights) must not depend on whether this stage was skipped
         torch.manual_seed(self.seed)
-        return result
+        return self.state
+
+    def _last_checkpoint(self) -> str:
+        saved = list_checkpoints(self.directory)
+        return f"The last good checkpoint is {saved[-1]}." if saved else "No checkpoint had been written yet."
 
     def _diverged(self, found: NonFinite) -> UserError:
         name, config = self.stage.name, self.config
         advice = "This was before training: check the model, its dtype and the validation data."
         if found.step > 0:
             clip = "" if config.clip_norm is not None else f" and set {name}.clip_norm"
-            advice = f"{self.folder.last_checkpoint()} Lower {name}.lr (now {config.lr:g}){clip}, in a new run."
+            advice = f"{self._last_checkpoint()} Lower {name}.lr (now {config.lr:g}){clip}, in a new run."
         where = "" if found.rank is None else f"rank {found.rank}: "
         message = f"{where}stage {name}, step {found.step}: {found.what} is {found.value}. {advice}"
         return self.group.common(TrainingDiverged(message))
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """A copy that takes no memory of the GPU; of this process's part alone, if it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    whole: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride()}
+    part = tensor.to_local().detach().to("cpu", copy=True)
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **whole)
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from lolcats.config import LinearizeConfig, config_fingerprint
 from lolcats.errors import UserError
-from lolcats.training.folder import DONE_FILE, refuse_changes
+from lolcats.training.checkpoint import finished, refuse_changes
 
 PERPLEXITY_FILE = "perplexity.json"
 """What a run has measured so far, with its identity; a resumed one does not measure the same again."""
@@ -107,7 +107,7 @@ def take_stages(source: Path, output: Path, names: list[str]) -> None:
     """
     for name in names:
         target = output / "run" / name
-        if target.exists() or not (source / "run" / name / DONE_FILE).is_file():
+        if target.exists() or finished(source / "run" / name) is None:
             continue
         copy = output / "run" / f".{name}"
         shutil.rmtree(copy, ignore_errors=True)

@@ -33,8 +33,7 @@ from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.report import stage_summary
 from lolcats.training import loop
 from lolcats.training.attention_transfer import SEQUENCES, TransferStage
-from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_json
-from lolcats.training.folder import DONE_FILE, refuse_other_settings
+from lolcats.training.checkpoint import finished, list_checkpoints, read_checkpoint, refuse_other_settings
 from lolcats.training.progress import Progress
 from lolcats.training.stage import TrainState
 
@@ -236,8 +235,8 @@ class Blocks:
 
     def finished(self, block: LayerBlock) -> TrainState | None:
         """The result of a block that was trained to its end."""
-        path = self.folder / block.name / DONE_FILE
-        return TrainState(**read_json(path)["result"]) if path.is_file() else None
+        state = finished(self.folder / block.name)
+        return None if state is None else TrainState(**state["counters"])
 
     def install(self, model: LolcatsForCausalLM) -> dict[str, Any]:
         """Put the trained feature maps and window factors of all blocks into a linearized model.
@@ -254,9 +253,8 @@ class Blocks:
             count = f"{len(missing)} of {len(self.blocks)} blocks"
             raise UserError(f"{count} in {self.folder} are not trained yet: {', '.join(missing)}")
         modules = dict(model.linear_layers())
-        for block, result in results.items():
-            best = checkpoint_path(self.folder / block.name, "best", result.best_step)
-            weights = read_checkpoint(best).tensors["weights"]
+        for block in results:
+            weights = read_checkpoint(list_checkpoints(self.folder / block.name)[-1])[0]["best"]
             for index in block.linear:
                 for name, parameter in modules[index].named_parameters():
                     parameter.data.copy_(weights[f"layers.{index}.{name}"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from lolcats.config import LinearizeConfig, set_fields
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import heads_in_budget
-from lolcats.ops.eight_bits import FACTOR_BYTES
-from lolcats.plan import GB, GIB, GPUS, HUB_IDS, caches, changed, cost, count, stages
+from lolcats.plan import GB, GIB, GPUS, HUB_IDS, changed, cost, count, stages
 from lolcats.training.lora import add_lora
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -163,35 +161,33 @@ def test_stages_and_their_own_settings():
     ("name", "options"),
     [
         *[("llama3-8b", []), ("smollm2-135m", []), ("gemma", []), ("llama3-405b", ["--no-adjust"])],
-        *[(name, ["--recipe", "lolcats-linear", "--distill", "0.5"]) for name in ("llama3-70b", "gemma")],
+        *[(name, ["--recipe", "lolcats-linear"]) for name in ("llama3-70b", "gemma")],
     ],
     ids=str,
 )
-def test_what_is_printed_fits_resolves_and_is_80_columns_wide(tmp_path, name, options):
+def test_what_is_printed_fits_and_resolves(tmp_path, name, options):
     if name == "gemma":
         kinds = {"layer_types": ["sliding_attention", "full_attention"] * 13, "num_hidden_layers": 26}
         sizes = {"hidden_size": 1152, "intermediate_size": 6912, "head_dim": 256, "num_key_value_heads": 2}
         name = folder(tmp_path, "gemma3_text", **sizes, **kinds, vocab_size=262144)
-    model = None
+    model, data = None, ["--data", "x.jsonl"]
     for more in ([], ["--gpus", "8", "--gpu-memory", "60"]):
-        result = CliRunner().invoke(app, ["plan", name, *options, *more])
+        result = CliRunner().invoke(app, ["plan", name, *data, *options, *more])
         assert result.exit_code == 0, result.output
-        lines = result.stdout.splitlines()
-        assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
-        commands = re.findall(r"^  (?:lolcats|torchrun) .*(?:\n    .*)*", result.stdout, re.MULTILINE)
         sizes = [60] if more else list(GPUS)
-        fitting = [
-            size for size in sizes if any(line.startswith(f"{size:3} GB") and line.endswith("yes") for line in lines)
-        ]
-        assert len(commands) == len(fitting)
-        assert len(sizes) - len(fitting) == result.stdout.count("none fits")
-        for size, command in zip(fitting, commands, strict=True):
-            words = shlex.split(command.replace("\\\n", ""))
-            assert words[words.index("linearize") + 1] == HUB_IDS.get(name, name)  # and not a name of ours
-            resolved = CliRunner().invoke(app, [*words[words.index("linearize") :], "--dry-run"])
+        printed = re.findall(r"^  (none fits|.* linearize, with .*)", result.stdout, re.MULTILINE)
+        assert len(printed) == len(sizes)
+        for size, line in zip(sizes, printed, strict=True):
+            fits = re.search(rf"^ *{size} GB .* yes$", result.stdout, re.MULTILINE)
+            assert bool(fits) == (line != "none fits")
+            if not fits:
+                continue
+            sets = [word for change in re.findall(r"--set (\S+)", line) for word in ("--set", change)]
+            hub_id = HUB_IDS.get(name, name)
+            resolved = CliRunner().invoke(app, ["linearize", hub_id, *data, *options, *sets, "--dry-run"])
             assert resolved.exit_code == 0, resolved.output
             config = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout))
-            processes = int(words[2]) if words[0] == "torchrun" else 1
+            processes = int(line.split()[2]) if line.startswith("torchrun") else 1
             model = model or count(config)  # of which the commands' settings change nothing
             for stage in stages(config):
                 assert getattr(config, stage).batch_size % processes == 0
@@ -200,31 +196,13 @@ def test_what_is_printed_fits_resolves_and_is_80_columns_wide(tmp_path, name, op
                 assert f"{peak / GIB:7.1f}{seconds / 3600:7.2f}" in result.stdout  # what the table says of it
 
 
-def test_contexts():
-    model = count(resolve({}, model=HUB_IDS["smollm2-135m"], data=["x"]))
-    short, long = caches(model, 1024), caches(model, 8192)
-    assert long[0] == 2 * long[1] == 180 * 2**20
-    exact = sum(map(len, model.chosen.values()))
-    assert exact == 23
-    assert long[2] - short[2] == exact * 2 * (64 + FACTOR_BYTES) * 7168
-    result = CliRunner().invoke(app, ["plan", "smollm2-135m", "--contexts"])
-    rows = [line.split() for line in result.stdout.splitlines()]
-    assert next(row for row in rows if row[0] == "8192")[:2] == ["8192", "180.0"]
-    assert rows[-1][0] == "131072"
-    assert max(map(len, result.stdout.splitlines())) <= 80
-
-
 @pytest.mark.parametrize("name", ["", "config.json"])
 def test_a_folder_without_a_network(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model_dir = Path(folder(tmp_path, "llama", max_position_embeddings=2048))  # fewer than the recipe's 4096
     result = CliRunner().invoke(app, ["plan", str(model_dir / name), "--data", "own data.jsonl", "--exact", "1"])
     assert result.exit_code == 0, result.output
-    command = result.stdout[result.stdout.index("  lolcats") :].partition("\n\n")[0]
-    words = shlex.split(command.replace("\\\n", ""))
-    assert words[2] == str(model_dir)
-    assert words[words.index("--data") + 1] == "own data.jsonl"
-    assert words[words.index("--exact") + 1] == "1"
+    assert str(model_dir) in result.stdout.splitlines()
     missing = CliRunner().invoke(app, ["plan", "no/such/model/here"])
     assert missing.exit_code == 1
     assert "model folder not found" in " ".join(missing.stderr.split())

@@ -19,7 +19,7 @@ from lolcats.config import LinearizeConfig, set_fields
 from lolcats.conversion import convert, fit_positions, linearized_config
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
-from lolcats.modeling.cache_size import cache_bytes, cache_sizes, heads_in_budget, native_window, window_in_budget
+from lolcats.modeling.cache_size import heads_in_budget, native_window, window_in_budget
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import FAMILIES
 from lolcats.modeling.loading import locate
@@ -225,9 +225,3 @@ def ways(model: Model, config: LinearizeConfig, memory_gb: float, gpus: int | No
             changes = changes | option
         final = changed(config, changes)
         yield name, ranks, changes, {stage: cost(model, final, stage, memory_gb, ranks) for stage in stages(final)}
-
-
-def caches(model: Model, tokens: int) -> list[int]:
-    """Bytes of a sequence's cache: softmax in bfloat16 and in FP8, and this model."""
-    softmax = [cache_sizes(model.config, tokens, kind)[1] for kind in (torch.bfloat16, torch.float8_e4m3fn)]
-    return [*softmax, cache_bytes(model.config, tokens, torch.bfloat16, model.chosen)]

@@ -12,8 +12,8 @@ from lolcats.errors import Terminated, UserError
 def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
     words = (
         *("linearize", "some/model", "--data", "a.jsonl,weight=3", "--data", "b.txt", "--linear-length-cap", "0"),
-        *("--window", "sliding", "--window-size", 16, "--feature-map", "none", "--exact", "0-2", "--exact", "5.1,7"),
-        *("--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-transfer", "--distill", 0.25),
+        *("--window-size", 16, "--exact", "0-2,5.1,7", "--set", "attention.feature_map=null"),
+        *("--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-transfer", "--set", "adjust.distill_factor=0.25"),
         *("--trust-remote-code", "--max-tokens", 9000, "--set", "adjust.lr=0.5"),
     )
     result = cli(*words, "-o", tmp_path / "out", "--overwrite")
@@ -23,8 +23,8 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
     assert (options["resume"], options["overwrite"]) == (False, True)
     assert [(source.path, source.weight) for source in config.data.sources] == [("a.jsonl", 3), ("b.txt", 1)]
     attention = config.attention
-    assert (attention.window, attention.window_size, attention.feature_map) == ("sliding", 16, None)
-    assert attention.exact == ("0-2", "5.1", "7")  # none of them is lost
+    assert (attention.window_size, attention.feature_map) == (16, None)
+    assert attention.exact == ("0-2", "5.1", "7")
     assert (config.seed, config.data.max_train_tokens, config.adjust.lr) == (3, 9000, 0.5)
     assert (config.model.path, config.model.device, config.model.dtype) == ("some/model", "cpu", "float32")
     assert (config.model.trust_remote_code, config.transfer.enabled, config.adjust.distill_factor) == (
@@ -65,7 +65,7 @@ def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
         (["m", "-o", "out", "--recipe", "lolcats"], "no data"),
         (["--data", "d", "-o", "out"], "no model"),
         (["--recipe", "lama", "-o", "out"], "no recipe named 'lama'; there are demo, gemma-3-270m,"),
-        (["m", "--data", "d", "-o", "out", "--window", "round"], "attention.window"),
+        (["m", "--data", "d", "-o", "out", "--exact-window", "few"], "exact_window='few'"),
         (["m", "--data", "d", "-o", "out", "--set", "transfer.lr"], "expected section.key=value"),
         (["m", "--data", "d", "-o", "out", "--set", "transfer.rate=1"], "transfer.rate"),
         (["m", "--data", "d", "-o", "out", "--micro-batch-size", "3"], "not a multiple of micro_batch_size=3"),

@@ -31,15 +31,18 @@ from lolcats.config.sections import SHORTEST_TEXT
 from lolcats.errors import UserError
 from lolcats.recipes import DEFAULT, SUFFIXES, load_recipe
 
-# Option -> the fields that it sets; every setting of `AttentionConfig` has one by its own name. All other fields are
-# reached with --set.
+# Option -> the fields that it sets; all other fields are reached with --set.
 CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "device": ("model.device",),
     "dtype": ("model.dtype",),
-    "revision": ("model.revision",),
     "gguf_file": ("model.gguf_file",),
     "trust_remote_code": ("model.trust_remote_code",),
-    **{setting.name: (f"attention.{setting.name}",) for setting in fields(AttentionConfig)},
+    "window_size": ("attention.window_size",),
+    "sinks": ("attention.sinks",),
+    "linear_length_cap": ("attention.linear_length_cap",),
+    "exact": ("attention.exact",),
+    "exact_window": ("attention.exact_window",),
+    "exact_bits": ("attention.exact_bits",),
     "sequence_length": ("data.sequence_length",),
     "max_tokens": ("data.max_train_tokens",),
     "loss_on": ("data.loss_on",),
@@ -50,21 +53,15 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "micro_batch_size": ("transfer.micro_batch_size", "adjust.micro_batch_size"),
     "block_layers": ("transfer.block_layers",),
     "block_mode": ("transfer.block_mode",),
-    "job_folder": ("transfer.job_folder",),
     "transfer": ("transfer.enabled",),
     "adjust": ("adjust.enabled",),
-    "train_feature_maps": ("adjust.train_feature_maps",),
-    "lora_rank": ("adjust.lora_rank",),
-    "distill": ("adjust.distill_factor",),
     "track": ("output.track",),
     "seed": ("seed",),
 }
-ATTENTION_OPTIONS = tuple(setting.name for setting in fields(AttentionConfig))
-"""Options of commands that load a model: where and how, and what can be changed of its attention."""
-MODEL_OPTIONS = (
-    *("device", "dtype", "gguf_file", "trust_remote_code"),
-    *(setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable")),
-)
+ATTENTION_OPTIONS = tuple(setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable"))
+"""What can be changed of a trained model's attention."""
+MODEL_OPTIONS = ("device", "dtype", "gguf_file", "trust_remote_code", *ATTENTION_OPTIONS)
+"""Options of commands that load a model."""
 DATA_OPTIONS = ("sequence_length", "loss_on", "begin_token")
 _HELP = {
     "transfer": "Stage 1, attention transfer.",
@@ -173,7 +170,6 @@ def resolve(
         )
     if not config.data.sources:
         raise UserError("no data: give --data, for example --data yahma/alpaca-cleaned or --data records.jsonl")
-    _refuse_without_effect(config, given)
     return config
 
 
@@ -221,39 +217,6 @@ def _following(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]
     if (size := fields.get("transfer.micro_batch_size")) is not None:
         found["gates.micro_batch_size"] = math.gcd(size, gates["batch_size"])
     return found
-
-
-def _refuse_without_effect(config: LinearizeConfig, given: dict[str, Any]) -> None:
-    """A UserError for an option that sets what the configuration does not use."""
-    attention, adjust = config.attention, config.adjust
-    stages = {"transfer": config.transfer.enabled and not adjust.softmax_control, "adjust": adjust.enabled}
-    uses = {
-        "window_blocks": (attention.window == "terraced" and attention.window_size > 0, "a terraced window"),
-        "feature_dim": (attention.feature_map in ("hedgehog", "t2r"), "a feature map with weights"),
-        "share_state": (attention.feature_map is not None, "a feature map"),
-        "window_gamma": (attention.has_both_parts, "a feature map, and a window or sinks"),
-        "exact_window": (bool(attention.exact), "exact heads (--exact)"),
-        "exact_bits": (bool(attention.exact), "exact heads (--exact)"),
-        "job_folder": (config.transfer.block_mode == "jobs", "--block-mode jobs"),
-        "lora_rank": (adjust.method == "lora", "adjust.method=lora"),
-    }
-    for option in (option for option in given if option in CONFIG_OPTIONS):
-        flag, fields = f"--{option.replace('_', '-')}", CONFIG_OPTIONS[option]
-        off = [stage for stage in (field.partition(".")[0] for field in fields) if not stages.get(stage, True)]
-        if len(off) == len(fields) and not fields[0].endswith(".enabled"):
-            raise UserError(f"{flag} sets {', '.join(fields)}, and this stage is off; leave the option out")
-        used, needs = uses.get(option, (True, ""))
-        if not used:
-            raise UserError(f"{flag} has no effect without {needs}; leave it out")
-
-
-def flags(given: dict[str, Any]) -> list[str]:
-    """The words of options as they were given."""
-    words = []
-    for name, value in given.items():
-        on, _, off = get_args(_config_option(name).annotation)[1].default.partition("/")
-        words += [on if value else off] if isinstance(value, bool) else [on, "none" if value is None else str(value)]
-    return words
 
 
 def data_section(sources: Iterable[str] | None, given: dict[str, Any], **fields: Any) -> DataSection:
@@ -307,7 +270,9 @@ def _with_options(
     @functools.wraps(command)
     def run(**arguments: Any) -> Any:
         texts = {option.name: arguments.pop(option.name) for option in options}
-        given = {name: _value(name, text) for name, text in texts.items() if text not in (None, [])}
+        given = {name: text for name, text in texts.items() if text not in (None, [])}
+        if "linear_length_cap" in given:
+            given["linear_length_cap"] = yaml.safe_load(given["linear_length_cap"])  # a number, or "auto"
         return command(**arguments, **{argument: collect(given)})
 
     parameters = [*kept, *options]
@@ -335,7 +300,6 @@ def _option(name: str, kind: Any, meaning: str, **details: Any) -> inspect.Param
     taken: Any = str
     if name in _METAVARS:
         details["metavar"] = _METAVARS[name]
-        taken = list[str] if name == "exact" else str
     elif kinds == [bool]:
         taken = bool
         flag += "" if name in _ONLY_ON else f"/--no-{flag[2:]}"
@@ -347,14 +311,3 @@ def _option(name: str, kind: Any, meaning: str, **details: Any) -> inspect.Param
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[taken | None, option]
     )
-
-
-def _value(name: str, value: Any) -> Any:
-    """What an option's text means to the configuration."""
-    if name == "feature_map" and value.lower() == "none":
-        return None
-    if name == "exact":  # may be repeated
-        return ",".join(value)
-    if name == "linear_length_cap":
-        return yaml.safe_load(value)
-    return value

@@ -7,8 +7,6 @@ class UserError(Exception):
     The command line prints the message without a traceback and exits with status 1.
     """
 
-    common = False
-    """In a run of several processes: all of them raise it."""
     suppress_output = False
     """In a run of several processes: another one prints it."""
 

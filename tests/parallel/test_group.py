@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import distributed
 
 from lolcats.config import LinearizeConfig, TransferSection, merge
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_skeleton
 from lolcats.parallel import sharding
 from lolcats.parallel.blockwise.layers import divide
-from lolcats.parallel.errors import explain, is_communication_error
 from lolcats.parallel.group import SINGLE, Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
-
-LOST = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer\nmore")
 
 
 class OneOfSeveral(Group):
@@ -97,37 +93,6 @@ def test_layers_are_divided_into_blocks():
     assert [block.is_last for block in blocks] == [False, False, False, True]
 
 
-# --- errors -------------------------------------------------------------------------------------------------
-
-
-def test_each_rank_raises_the_cause_and_one_prints_it():
-    store = distributed.HashStore()  # stands for the other processes
-    vanished = explain(LOST, 0, store)
-    assert "rank 0: another process of this run vanished" in str(vanished)
-    assert "(" + str(LOST).splitlines()[0] + ")" in str(vanished)
-    errors = [*map(UserError, "aab"), LOST, KeyError("x"), Group(0, 2).common(UserError("all of them"))]
-    found = [explain(error, rank, store) for rank, error in enumerate(errors)]
-    assert [str(error) for error in found[:4]] == ["rank 0: a", "rank 1: a", "rank 2: b", "rank 0: a"]
-    assert [error.suppress_output for error in found[:4]] == [False, True, False, True]
-    assert found[4:] == errors[4:]  # mistakes, and what all ranks raise together
-
-
-@pytest.mark.parametrize(
-    ("error", "broken"),
-    [
-        (LOST, True),
-        (distributed.DistNetworkError("gone"), True),
-        (OSError("Broken pipe"), True),
-        (RuntimeError("shapes cannot be multiplied"), False),
-        (ValueError("NCCL"), False),
-        (torch.OutOfMemoryError("NCCL"), False),
-        (UserError("gloo/ is no folder"), False),
-    ],
-)
-def test_broken_communication_is_told_from_other_errors(error, broken):
-    assert is_communication_error(error) == broken
-
-
 # --- joining ------------------------------------------------------------------------------------------------
 
 
@@ -142,9 +107,9 @@ def test_one_process_needs_no_torchrun(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "device", "message"),
     [
-        ({"MASTER_ADDR": None}, "auto", "WORLD_SIZE=2, but MASTER_ADDR is not set; start with torchrun"),
+        ({"MASTER_ADDR": None}, "auto", "started by torchrun.*MASTER_ADDR"),
         ({}, "cuda:1", "model.device='cuda:1': with several processes"),
-        ({"RANK": "1"}, "cpu", "did not meet at 127.0.0.1:1 within 0.5 s"),
+        ({"RANK": "1"}, "cpu", "did not meet"),
     ],
 )
 def test_processes_that_cannot_meet(environment, device, message, monkeypatch):

@@ -1,1 +1,1 @@
-"""One run in several processes (group, launch, errors, sharding), and attention transfer block by block."""
+"""One run in several processes (group, launch, sharding), and attention transfer block by block."""

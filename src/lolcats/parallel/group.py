@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, distributed
 
 from lolcats.config import OptimSection
 from lolcats.errors import UserError
-from lolcats.parallel.errors import describe_error
 
 T = TypeVar("T")
 SectionT = TypeVar("SectionT", bound=OptimSection)
@@ -34,15 +32,12 @@ class Group:
         world: number of processes.
         device: where it computes; None: as the configuration says (one process).
         control: the process group for plain values.
-        store: the key-value store of all ranks, which answers also when communication is broken off.
     """
 
     rank: int = 0
     world: int = 1
     device: torch.device | None = None
     control: Any = None
-    store: Any = None
-    _waits: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -64,14 +59,14 @@ class Group:
             if self.world == 1:
                 raise
             failure = error
-        messages = self.gather(None if failure is None else describe_error(failure))
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise self.common(UserError(f"rank {rank}: {message}")) from failure
+        kind = "" if isinstance(failure, UserError) else f"{type(failure).__name__}: "
+        messages = self.gather(None if failure is None else f"rank {self.rank}: {kind}{failure}")
+        for message in filter(None, messages):
+            raise self.common(UserError(message)) from failure
 
     def common(self, error: UserError) -> UserError:
         """Marks an error that all ranks raise: rank 0 prints it."""
-        error.suppress_output, error.common = not self.is_main, self.world > 1
+        error.suppress_output = not self.is_main
         return error
 
     # --- plain values ---------------------------------------------------------------------------------------
@@ -99,23 +94,21 @@ class Group:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the block before the others do, which then find its files; it may take any time.
+        """Rank 0 runs the block before the others do, which then find its files.
 
         Raises:
             UserError: on all ranks, if one failed. After a failure of rank 0 the others do not run the block.
         """
-        self._waits += 1
-        key = f"lolcats/main-first-{self._waits}"
         with self.sync_errors():
-            if self.world > 1 and not self.is_main and _wait_for(self.store, key) != b"done":
+            if not self.is_main and not self.broadcast(False):
                 raise UserError("rank 0 failed")  # its own message is the one that all ranks raise
-            outcome = "failed"
+            done = False
             try:
                 yield
-                outcome = "done"
+                done = True
             finally:
-                if self.world > 1 and self.is_main:
-                    self.store.set(key, outcome)
+                if self.is_main:
+                    self.broadcast(done)
 
     # --- tensors --------------------------------------------------------------------------------------------
 
@@ -203,13 +196,3 @@ def fit_micro_batches(section: SectionT, name: str, group: Group, report: Callab
         f" {share} sequences of a batch"
     )
     return section.model_copy(update={"micro_batch_size": size})
-
-
-def _wait_for(store: Any, key: str) -> bytes:
-    """The value that rank 0 sets; however long it takes, as long as the store answers."""
-    while True:
-        try:
-            store.wait([key], timedelta(seconds=60))
-            return store.get(key)
-        except distributed.DistStoreError:  # not yet; DistNetworkError: rank 0 or the agent is gone
-            continue

@@ -11,26 +11,25 @@ import torch
 from torch import distributed
 
 from lolcats.errors import UserError
-from lolcats.parallel.errors import explain
 from lolcats.parallel.group import SINGLE, Group
 
+LONG = timedelta(days=7)
+"""The others may wait so long for what one process does alone; torchrun ends them if it ends."""
+_SIGNS = ("gloo/", "Connection reset by peer", "Connection closed by peer", "Broken pipe", "NCCL")
+"""What the messages of broken communication contain; gloo raises a plain RuntimeError."""
 _opened: list[Group] = []
 
 
 @contextmanager
 def open_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Group]:
-    """Join the processes that torchrun started; without torchrun, `SINGLE`.
-
-    When a rank raises inside the block, the others raise the same as soon as their own communication fails.
-    A nested call gives the same group.
+    """Join the processes that torchrun started; without torchrun, `SINGLE`. A nested call gives the same group.
 
     Args:
         device: as `model.device`; auto and cuda mean the GPU of this process's local rank.
-        timeout_s: how long a process waits for the others before it gives up.
+        timeout_s: how long a collective over tensors waits for the others.
 
     Raises:
-        UserError: torchrun's variables are incomplete, there are more processes than GPUs, the others did not
-            come within the timeout, or, inside the block, another rank failed or vanished.
+        UserError: the processes did not meet, there are more than GPUs, or, inside the block, another one vanished.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SINGLE
@@ -38,50 +37,37 @@ def open_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Group
     if _opened:
         yield _opened[-1]
         return
-    group = _join(device, timeout_s)
+    group = _join(_device(device), timedelta(seconds=timeout_s))
     _opened.append(group)
     try:
         yield group
-    except Exception as error:
-        raise explain(error, group.rank, group.store) from error
+    except (RuntimeError, OSError) as error:
+        if not isinstance(error, distributed.DistError) and not any(sign in str(error) for sign in _SIGNS):
+            raise
+        raise UserError(
+            f"rank {group.rank}: another process of this run failed, as its own message says, or vanished"
+            f" ({str(error).strip().partition(chr(10))[0]}). Start the same command with --resume: it resumes from the"
+            " last checkpoint (with another number of processes, too)"
+        ) from error
     finally:
         _opened.clear()
         with suppress(Exception):
             distributed.destroy_process_group()
 
 
-def _join(device_name: str, timeout_s: float) -> Group:
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start with torchrun, which"
-            " sets all of them, or unset WORLD_SIZE to use one process"
-        )
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    device = _device(device_name, local_rank)
-    timeout = timedelta(seconds=timeout_s)
+def _join(device: torch.device, timeout: timedelta) -> Group:
+    on_gpu = device.type == "cuda"
     try:
-        store, rank, world = next(iter(distributed.rendezvous("env://", timeout=timeout)))
-        store.set_timeout(timeout)
-        on_gpu = device.type == "cuda"
         distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=distributed.PrefixStore("lolcats", store),
-            rank=rank,
-            world_size=world,
-            timeout=timeout,
-            device_id=device if on_gpu else None,
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None
         )
-        control = distributed.new_group(backend="gloo", timeout=timeout)
+        control = distributed.new_group(backend="gloo", timeout=LONG)
     except (RuntimeError, ValueError) as error:
-        raise UserError(
-            f"the {os.environ['WORLD_SIZE']} processes of this run did not meet at"
-            f" {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:g} s: {error}"
-        ) from error
-    return Group(rank, world, device, control, store)
+        raise UserError(f"the processes of this run did not meet; were they started by torchrun? {error}") from error
+    return Group(distributed.get_rank(), distributed.get_world_size(), device, control)
 
 
-def _device(name: str, local_rank: int) -> torch.device:
+def _device(name: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise UserError(
             f"model.device={name!r}: with several processes, expected auto, cpu or cuda, which is the GPU of each"
@@ -89,7 +75,7 @@ def _device(name: str, local_rank: int) -> torch.device:
         )
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
             f"local rank {local_rank} has no GPU: this machine has {count}. Start at most {count} processes on it"

@@ -33,6 +33,7 @@ from bench_tools import (
 )
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from verify import verify_shape
 
 from lolcats.config.attention import AttentionConfig
@@ -233,6 +234,18 @@ def _runner_of_many(bench: DecodeBench, model: LolcatsForCausalLM, batch: int) -
     return Runner(model, batch, bench.prompt_tokens + steps)
 
 
+def greedy_steps(runner: Runner, batch: int) -> Callable[[], Tensor]:
+    """A step of the first `batch` slots, which feeds each its likeliest token and returns the logits."""
+    token_B = torch.zeros(batch, dtype=torch.int64, device=runner.device)
+
+    def step() -> Tensor:
+        logits_BV = runner.decode(token_B)
+        token_B.copy_(logits_BV.argmax(-1))
+        return logits_BV
+
+    return step
+
+
 def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]:
     bench, device, model = session.bench, session.device, runner.model
     prefill_s = None
@@ -242,16 +255,18 @@ def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]
         prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
     else:
         copy_first_slot(runner)
-    runner.decode_greedy(batch, steps=3)  # compiles and captures
-    samples_ms = step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
+    step = greedy_steps(runner, batch)
+    for _ in range(3):  # compiles and captures
+        step()
+    samples_ms = step_samples(step, steps_of_block(model), device)
     for _ in range(bench.blocks - 1):
-        samples_ms += step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
+        samples_ms += step_samples(step, steps_of_block(model), device)
     memory = memory_gib(device)
-    logits_BV = runner.decode_greedy(batch)
-    step = spread(samples_ms)
+    logits_BV = step()
+    times = spread(samples_ms)
     return {
-        **step,
-        "tokens_per_s": batch / step["step_ms"] * 1e3,
+        **times,
+        "tokens_per_s": batch / times["step_ms"] * 1e3,
         "prefill_s": prefill_s,
         "prefill_tokens_per_s": None if prefill_s is None else batch * bench.prompt_tokens / prefill_s,
         "state_mib_per_sequence": runner.cache.nbytes / len(runner.lengths) / 2**20,
@@ -365,8 +380,10 @@ def profiles(bench: DecodeBench, console: Console) -> Iterator[tuple[str, dict[s
             copy_first_slot(runner)
             # full windows, and a block that has just begun: none of the steps that are counted begins one
             block = steps_of_block(model)
-            runner.decode_greedy(batch, steps=2 * block - bench.prompt_tokens % block + 1)
-            yield f"batch {batch}", kernel_times(partial(runner.decode_greedy, batch), session.device)
+            step = greedy_steps(runner, batch)
+            for _ in range(2 * block - bench.prompt_tokens % block + 1):
+                step()
+            yield f"batch {batch}", kernel_times(step, session.device)
 
 
 RUN: dict[str, Callable[[Session], None]] = {

@@ -202,13 +202,14 @@ def _sample(
     tokens = {row["index"]: row["tokens"] for row in _read(file)}
     if file.exists():  # without a last line that was cut
         file.write_text("".join(json.dumps(row) + "\n" for row in _read(file)), encoding="utf-8")
-    requests = (
-        (index, (prompt, SamplingParams(**params, seed=(seed << 32) + index)))
-        for index, prompt in enumerate(prompts)
-        if index not in tokens
-    )
+    requests = {}
+    for index, prompt in enumerate(prompts):
+        if index not in tokens:
+            sampling = SamplingParams(**params, seed=(seed << 32) + index)
+            requests[index] = engine.submit(prompt, sampling, stream=False)
     with file.open("a", encoding="utf-8") as stream:
-        for index, result in engine.as_completed(requests):
+        for index, request in requests.items():
+            result = request.result()
             tokens[index] = len(result.token_ids)
             row = {"index": index, "text": result.text, "finished": result.finish_reason == "stop"}
             stream.write(json.dumps(row | {"tokens": tokens[index]}) + "\n")

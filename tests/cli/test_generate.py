@@ -52,7 +52,26 @@ def test_answers_come_in_order_and_equal_generate(cli, linearized):
     result = cli("generate", "out/", *options, "--max-new-tokens", 5, "--batch-size", 2, "--json")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert rows == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, expected, strict=True)]
+    assert [(row["prompt"], row["text"]) for row in rows] == list(zip(PROMPTS, expected, strict=True))
+
+
+def test_files_of_prompts(cli, linearized, tmp_path):
+    """One prompt that fails is told at the end."""
+    text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    text.write_bytes("w1\r\n\n w2\u2028 w3".encode())  # other line separators belong to the prompt
+    messages = [{"role": "user", "content": "w1"}]
+    lines.write_text(f'{json.dumps({"messages": messages})}\n{{"prompt": ""}}\n{{"prompt": "w4"}}\n')
+    for file, prompts in ((text, ["w1", " w2\u2028 w3"]), (lines, [messages, "", "w4"])):
+        result = cli("generate", "out/", "--prompts-file", file, "--max-new-tokens", 2, "--json")
+        rows = [json.loads(line) for line in result.stdout.split("\n")[:-1]]
+        assert [row["prompt"] for row in rows] == prompts
+        failed = [row["finish_reason"] == "error" for row in rows]
+        assert (result.exit_code, failed) == ((0, [False] * 2) if file is text else (1, [False, True, False]))
+    assert "1 of 3 prompts failed; prompt 1: the prompt has no tokens" in result.stderr
+    for line in ("nonsense", "[1]", '{"text": "a"}', '{"prompt": "a", "messages": []}', '{"messages": "a"}'):
+        lines.write_text(f'{{"prompt": "first"}}\n{line}')
+        result = cli("generate", "out/", "--prompts-file", lines)
+        assert (result.exit_code, "line 2: expected" in result.stderr) == (1, True)
 
 
 def test_an_original_model_answers_too(cli, model_dir):
@@ -60,41 +79,11 @@ def test_an_original_model_answers_too(cli, model_dir):
     assert (result.exit_code, result.stdout[:2]) == (0, "w1")
 
 
-def test_output_file_and_resume(cli, linearized, tmp_path):
-    prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text, "id": f"n{n}"}) + "\n" for n, text in enumerate(PROMPTS)))
-    arguments = ("generate", "out/", "--prompts-file", prompts, "--output", output, "--max-new-tokens", 5)
-    result = cli(*arguments)
-    assert result.exit_code == 0, result.output
-    lines = output.read_text().splitlines(keepends=True)
-    rows = {row["id"]: row for row in map(json.loads, lines)}
-    expected = by_generate(*linearized)
-    assert [rows[f"n{n}"]["text"] for n in range(4)] == expected
-    assert set(rows["n0"]) >= {"id", "prompt", "text", "finish_reason", "prompt_tokens", "new_tokens"}
-    assert "exists; continue it with --resume" in cli(*arguments).stderr
-    output.write_text("".join(lines[:2]) + lines[2][:9])
-    assert cli(*arguments, "--resume").exit_code == 0
-    again = output.read_text().splitlines(keepends=True)
-    assert again[:2] == lines[:2]
-    assert sorted(again) == sorted(lines)
-    assert "have their answer already" in cli(*arguments, "--resume").stderr
-
-
-def test_one_prompt_that_fails_is_told_at_the_end(cli, linearized, tmp_path):
-    prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text('{"prompt": "w1"}\n{"prompt": ""}\n{"prompt": "w2"}\n')
-    result = cli("generate", "out/", "--prompts-file", prompts, "-o", output, "--max-new-tokens", 2)
-    assert result.exit_code == 1
-    assert "1 of 3 prompts failed; prompt 1: the prompt has no tokens" in result.stderr
-    assert [json.loads(line)["finish_reason"] for line in output.read_text().splitlines()].count("error") == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "no prompt"),
         (["--prompts-file", "absent"], "cannot read"),
-        (["-p", "w1", "--resume"], "--resume continues"),
         (["-p", "w1", "--top-p", "0"], "top_p: Input should be"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import Counter
 from contextlib import contextmanager
 from itertools import pairwise
@@ -14,7 +13,6 @@ from generation_kit import BOUNDED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.errors import UserError
-from lolcats.generation.assignment import SlotAssignment
 from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
@@ -140,24 +138,6 @@ def test_rows_beyond_the_count_keep_their_state(kit, any_model):
     assert runner.lengths == runner.length_S.tolist() == [6, 6, 6, 5]
 
 
-@pytest.mark.parametrize("rounded_up", [False, True])
-def test_greedy_steps_are_those_of_decode(kit, any_model, rounded_up):
-    prompts = [kit.random_tokens(length, length) for length in (1, 9, 30)]
-    by_host, runner = Runner(any_model, 4, 64), Runner(any_model, 4, 64)
-    if rounded_up:
-        padded(runner)
-    tokens = by_host.prefill([0, 1, 2], prompts).argmax(-1).tolist()
-    runner.prefill([0, 1, 2], prompts)
-    runner.token_S.copy_(torch.tensor([*tokens, 7]))
-    for steps in (1, 1, 4):
-        for _ in range(steps):
-            expected_BV = by_host.decode(tokens).clone()
-            tokens = expected_BV.argmax(-1).tolist()
-        torch.testing.assert_close(runner.decode_greedy(3, steps), expected_BV)
-        assert runner.token_S.tolist() == [*tokens, 7]
-    assert runner.lengths == runner.length_S.tolist() == [7, 15, 36, 0]
-
-
 @torch.no_grad()
 def test_slots_with_sums_in_planes(kit, model):
     """As the kernel of 16-bit models' steps leaves them: the same results, and snapshots do not show it."""
@@ -274,38 +254,3 @@ def test_numbers_are_rounded_up_a_little():
         assert all(count <= size <= max(1.25 * count, 4) for count, size in enumerate(sizes, 1))
         assert max(sizes) == most
         assert len(set(sizes)) <= 8 + 4 * most.bit_length()
-
-
-def test_decoding_requests_fill_the_front():
-    """Random requests: every one keeps its contents, whatever moves."""
-    choice = random.Random(0)
-    contents: list[object] = [None] * 6
-
-    def move(source: int, target: int) -> None:
-        contents[target] = contents[source]
-
-    def exchange(first: int, second: int) -> None:
-        contents[first], contents[second] = contents[second], contents[first]
-
-    class Item:
-        slot = -1
-
-    rows = SlotAssignment(6, move, exchange)
-    behind: list[Item] = []
-    for _ in range(2000):
-        action = choice.random()
-        if action < 0.4 and rows.free:
-            item = Item()
-            contents[rows.take(item)] = item
-            behind.append(item)
-        elif action < 0.7 and behind:
-            rows.start_decoding(behind.pop(choice.randrange(len(behind))))
-        elif action < 0.9 and rows.decoding:
-            rows.release(choice.choice(rows.decoding_requests()))
-        elif behind:
-            rows.release(behind.pop(choice.randrange(len(behind))))
-        here = [item for item in rows.owner if item is not None]
-        assert all(rows.owner[item.slot] is item and contents[item.slot] is item for item in here)
-        assert all(rows.owner[: rows.decoding])
-        assert rows.free + len(here) == 6
-        assert len(here) == rows.decoding + len(behind)

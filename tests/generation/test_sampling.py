@@ -15,7 +15,7 @@ from transformers import (
 
 from lolcats.errors import UserError
 from lolcats.generation import sampling
-from lolcats.generation.sampling import SamplingParams, SeenTokens, choose, inverse_cdf, keep_likely, user_params
+from lolcats.generation.sampling import SamplingParams, choose, inverse_cdf, keep_likely, penalise, user_params
 
 VOCABULARY = 1000
 CASES = [
@@ -74,12 +74,10 @@ def test_frequencies_follow_the_distribution(case):
     params = SamplingParams(**case, repetition_penalty=1.7 if "top_k" in case else 0.6)
     row = logits(1, vocabulary=300)
     history = [3, 3, 50, 299, 7]
-    seen = SeenTokens(1, row.device)
-    seen.start(0, history, 300)
     expected = warped(row[0], params, torch.tensor([history])).softmax(-1)
     draws = 4000
     uniforms = [(index + 0.5) / draws for index in range(draws)]
-    chosen = choose(row.expand(draws, -1), [params] * draws, uniforms, seen, [0] * draws)
+    chosen = choose(row.expand(draws, -1), [params] * draws, uniforms, [(history, 5)] * draws)
     counts = torch.bincount(torch.tensor(chosen.tokens), minlength=300) / draws
     assert float((counts - expected).abs().max()) <= 1.001 / draws
 
@@ -88,12 +86,12 @@ def test_a_row_does_not_depend_on_the_others():
     params = [SamplingParams(**case) for case in [*CASES, {}, {"repetition_penalty": 3.0}]]
     scores = logits(len(params))
     uniforms = [0.05 + 0.07 * index for index in range(len(params))]
-    seen = SeenTokens(len(params), scores.device)
     best = int(scores[-1].argmax())
-    seen.start(len(params) - 1, [best], VOCABULARY)
-    together = choose(scores, params, uniforms, seen, list(range(len(params)))).tokens
+    histories = [([], 0)] * (len(params) - 1) + [([best], 1)]
+    together = choose(scores, params, uniforms, histories).tokens
     for row, item in enumerate(params):
-        assert choose(scores[row : row + 1], [item], [uniforms[row]], seen, [row]).tokens == [together[row]]
+        own = slice(row, row + 1)
+        assert choose(scores[own], [item], uniforms[own], histories[own]).tokens == [together[row]]
     assert together[-2] == int(scores[-2].argmax())
     ids = torch.tensor([[best]])
     assert together[-1] == int(RepetitionPenaltyLogitsProcessor(3.0)(ids, scores[-1:].clone()).argmax()) != best
@@ -103,14 +101,12 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
 def test_the_smallest_temperatures_take_the_likeliest_token(dtype, filters):
     scores = logits(5, scale=20.0).to(dtype)
-    seen = SeenTokens(5, scores.device)
+    histories = [([row, 9], 2) for row in range(5)]
     for temperature in (1e-45, 1e-38, 9e-6, 1e-5):
         for penalty in (0.01, 1.0, 100.0):
-            params = SamplingParams(temperature=temperature, repetition_penalty=penalty, **filters)
-            for slot in range(5):
-                seen.start(slot, [slot, 9], VOCABULARY)
-            expected = seen.penalise(scores.float(), [params] * 5, list(range(5))).argmax(-1).tolist()
-            assert choose(scores, [params] * 5, [0.999] * 5, seen, list(range(5))).tokens == expected
+            params = [SamplingParams(temperature=temperature, repetition_penalty=penalty, **filters)] * 5
+            expected = penalise(scores.float(), params, histories).argmax(-1).tolist()
+            assert choose(scores, params, [0.999] * 5, histories).tokens == expected
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
@@ -119,27 +115,17 @@ def test_rows_that_are_not_finite(bad, temperature):
     scores = logits(3)
     scores[1] = bad
     params = [SamplingParams(temperature=temperature, top_k=4, logprobs=2)] * 3
-    chosen = choose(scores, params, [0.5] * 3)
+    chosen = choose(scores, params, [0.5] * 3, [([], 0)] * 3)
     assert [token == -1 for token in chosen.tokens] == [False, True, False]
     assert [value is None for value in chosen.logprobs] == [False, True, False]
     scores[1, :] = 0.0
     scores[1, 5] = torch.nan  # one is enough
-    assert choose(scores, params, [0.5] * 3).tokens[1] == -1
+    assert choose(scores, params, [0.5] * 3, [([], 0)] * 3).tokens[1] == -1
 
 
-@pytest.mark.parametrize("columns", [1, 255, 256, 257, 1000])
-def test_inverse_cdf(columns):
-    generator = torch.Generator().manual_seed(0)
-    probability = torch.rand(50, columns, generator=generator).softmax(-1)
-    probability[:, columns // 2 :] = 0.0 if columns > 1 else 1.0
-    uniform = torch.rand(50, generator=generator, dtype=torch.float64)
-    uniform[0], uniform[1] = 0.0, 1.0 - 1e-16
-    running = probability.double().cumsum(-1)
-    expected = (running <= uniform[:, None] * running[:, -1:]).sum(-1)
-    found = inverse_cdf(probability, uniform)
-    assert (probability.gather(1, found[:, None]) > 0).all()
-    assert found[1:].tolist() == [int(item) for item in expected[1:]] or columns == 1
-    assert found[0] == 0
+def test_inverse_cdf_takes_possible_tokens_only():
+    probability = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0, 0.0]] * 5)
+    assert inverse_cdf(probability, [0.0, 0.249, 0.25, 0.9, 1.0]).tolist() == [1, 1, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from lolcats.generation.request import Handle, Request
+from lolcats.generation.request import Request
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.text import Detokenizer, StopStrings
 
@@ -100,8 +100,8 @@ def test_a_piece_copies_its_own_tokens_only(tokenizer):
             return found
 
     delivered = []
-    handle = Handle(lambda: False, lambda: None)
-    request = Request(Counting([1, 2, 3]), SamplingParams(), handle, Detokenizer(tokenizer), on_piece=delivered.append)
+    owner = {"advance": lambda: False, "note_cancel": lambda request: None}
+    request = Request(Counting([1, 2, 3]), SamplingParams(), tokenizer, on_piece=delivered.append, **owner)
     for _ in range(500):
         request.add_token(65, None, None)
         request.add_text(65)

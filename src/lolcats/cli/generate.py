@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import TypeAdapter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lolcats.cli.console import notes
 from lolcats.cli.options import ModelLoader, model_options
 from lolcats.errors import UserError
+
+# A line of a .jsonl file of prompts.
+_LINE = TypeAdapter(dict[Literal["prompt"], str] | dict[Literal["messages"], list[dict[str, str]]])
 
 
 @model_options
@@ -27,14 +30,9 @@ def generate(
         Path | None,
         typer.Option(
             "--prompts-file",
-            help='One prompt a line; or .jsonl: {"prompt": ..., "id": ..., "temperature": ..., ...} a line.',
+            help='One prompt a line; or .jsonl: {"prompt": TEXT} or {"messages": [...]} a line.',
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write answers to this .jsonl file as they come."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume an --output file.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
@@ -59,58 +57,64 @@ def generate(
 
       lolcats generate out/ --chat -p "Name three rivers." --temperature 0.7 --top-p 0.9
 
-      lolcats generate out/ --prompts-file prompts.jsonl --output answers.jsonl --batch-size 64
+      lolcats generate out/ --prompts-file prompts.jsonl --batch-size 64 --json > answers.jsonl
     """
-    if resume and output is None:
-        raise UserError("--resume continues an --output file; name it")
-    if not prompt and prompts_file is None:
-        raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE")
     from lolcats.evaluation.load import for_engine
     from lolcats.generation.engine import Engine
-    from lolcats.generation.prompts import AnswerFile, answer_lines, read_prompts, record
     from lolcats.generation.sampling import user_params
+    from lolcats.generation.text import prompt_tokens
 
-    prompts = read_prompts(prompt or [], prompts_file)
+    prompts = [*(prompt or []), *(_read(prompts_file) if prompts_file else [])]
     if not prompts:
-        raise UserError(f"no prompt: {prompts_file} has no line with text")
+        raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE with a line of text")
     params = user_params(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
-    with nullcontext() if output is None else AnswerFile(output, resume) as file:
-        finished = set() if file is None else file.finished
-        waiting = [item for item in prompts if item.id not in finished]
-        if not waiting:
-            notes().print(f"all {len(prompts)} prompts have their answer already")
-            return
-        loaded, tokenizer = load(model)
-        # Text for stdout goes around the bar on a terminal, and only there.
-        bar = Progress(
-            *("generating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
-            console=notes(),
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),
-        )
-        slots = min(batch_size, len(waiting))
-        failed = []
-        ready: dict[int, dict[str, Any]] = {}
-        upcoming = list(waiting)
-        with Engine(for_engine(loaded), tokenizer, max_slots=slots, max_length=max_length) as engine, bar:
-            answers = answer_lines(engine, waiting, params, chat)
-            for item, result in bar.track(answers, total=len(prompts), completed=len(finished)):
-                values = record(item, result)
-                if "error" in values:
-                    failed.append(f"prompt {item.id}: {values['error']}")
-                if file is not None:
-                    file.write(values)
-                    continue
-                ready[item.number] = values
-                while upcoming and upcoming[0].number in ready:  # on stdout, in their order
-                    shown = upcoming.pop(0)
-                    values = ready.pop(shown.number)
-                    if as_json:
-                        typer.echo(json.dumps({key: values[key] for key in ("prompt", "text")}, ensure_ascii=False))
-                    elif "error" not in values:
-                        # A continuation follows its prompt directly; an answer stands on its own line.
-                        newline = "\n" if chat or shown.messages is not None else ""
-                        typer.echo(f"{typer.style(shown.text, bold=True)}{newline}{values['text']}\n")
-        if failed:
-            raise UserError(f"{len(failed)} of {len(waiting)} prompts failed; {failed[0]}")
+    loaded, tokenizer = load(model)
+    columns = ("generating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Text for stdout goes around the bar on a terminal, and only there.
+    bar = Progress(*columns, console=notes(), transient=True, redirect_stdout=sys.stdout.isatty())
+    slots = min(batch_size, len(prompts))
+    failed = []
+    with Engine(for_engine(loaded), tokenizer, max_slots=slots, max_length=max_length) as engine, bar:
+        requests: list[Any] = []
+        for index, item in enumerate(prompts):  # a sampled prompt has its own random numbers
+            try:
+                tokens = prompt_tokens(tokenizer, item, chat)
+                requests.append(engine.submit(tokens, params.changed(seed=seed + index), stream=False))
+            except ValueError as error:
+                requests.append(str(error))
+        for index, request in enumerate(bar.track(requests)):
+            result = None if isinstance(request, str) else request.result()
+            failure = request if result is None else result.error
+            if failure is not None:
+                failed.append(f"prompt {index}: {failure}")
+            text, item = "" if result is None else result.text, prompts[index]
+            if as_json:
+                reason = "error" if result is None else result.finish_reason
+                typer.echo(json.dumps({"prompt": item, "text": text, "finish_reason": reason}, ensure_ascii=False))
+            elif failure is None:
+                # A continuation follows its prompt directly; an answer stands on its own line.
+                shown, newline = (item, "\n" * chat) if isinstance(item, str) else (item[-1]["content"], "\n")
+                typer.echo(f"{typer.style(shown, bold=True)}{newline}{text}\n")
+    if failed:
+        raise UserError(f"{len(failed)} of {len(prompts)} prompts failed; {failed[0]}")
+
+
+def _read(file: Path) -> list[Any]:
+    """The prompts of a file: texts, and conversations as lists of messages."""
+    try:
+        lines = [line.rstrip("\r") for line in file.read_text(encoding="utf-8").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --prompts-file {file}: {error}") from error
+    if file.suffix != ".jsonl":
+        return [line for line in lines if line.strip()]
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                (value,) = _LINE.validate_json(line).values()
+                prompts.append(value)
+            except ValueError as error:
+                expected = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
+                raise UserError(f"{file}, line {number}: {expected}, got {line[:100]}") from error
+    return prompts

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.request import Handle, Result, Snapshot
+from lolcats.generation.request import Request, Result, Snapshot
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.text import chat_text
 
@@ -41,7 +41,7 @@ class Chat:
     snapshot: Snapshot | None = None
     result: Result | None = None
     fed_again: bool = False
-    _handle: Handle | None = None
+    _request: Request | None = None
 
     def __post_init__(self) -> None:
         chat_text(self.engine.tokenizer, "")  # refuses tokenizers without a template
@@ -69,9 +69,9 @@ class Chat:
             # The model's own end token; it is not fed yet, and the template writes the end that it wants.
             snapshot = replace(snapshot, token_ids=snapshot.token_ids[:-1])
         prompt = self.engine.encode(rendered if after is None else after, special=False)
-        self._handle = self.engine.submit(prompt, params, snapshot=snapshot, keep_state=True)
-        yield from self._handle
-        self.result, self._handle = self._handle.result(), None
+        self._request = self.engine.submit(prompt, params, snapshot=snapshot, keep_state=True)
+        yield from self._request
+        self.result, self._request = self._request.result(), None
         if self.result.finish_reason == "error":
             raise UserError(f"the model failed: {self.result.error}")
         if self.result.snapshot is not None and self.result.token_ids:  # else cancelled before its first token
@@ -80,8 +80,8 @@ class Chat:
 
     def cancel(self) -> None:
         """End the answer that is being written; what there is of it is kept."""
-        if self._handle is not None:
-            self._handle.cancel()
+        if self._request is not None:
+            self._request.cancel()
 
     def _after_last_answer(self, rendered: str) -> str | None:
         """What the template writes after the last answer; None: it changes what came before, or there is none."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lolcats.errors import UserError
-from lolcats.generation.request import Handle, Piece, Request, Result, Snapshot
+from lolcats.generation.request import Piece, Request, Result, Snapshot
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import Scheduler
-from lolcats.generation.text import Detokenizer, end_tokens
+from lolcats.generation.text import end_tokens
 from lolcats.modeling.cache_size import cache_bytes
 
 Prompt = str | Sequence[int]
@@ -37,7 +34,6 @@ class Engine:
         prefill_chunk: most prompt tokens, padding included, that go through the model in a step while answers are
             running; eight times as many while none is.
         max_length: most tokens of a request, prompt included; only for models with exact heads.
-        max_queue: most requests that may wait; None: any number.
         use_graphs: see `Runner`.
 
     Attributes:
@@ -55,18 +51,16 @@ class Engine:
         max_slots: int = 32,
         prefill_chunk: int = 512,
         max_length: int | None = None,
-        max_queue: int | None = None,
         use_graphs: bool | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1 token")
-        if max_queue is not None and max_queue < 1:
-            raise ValueError(f"max_queue={max_queue}: expected at least 1 request")
-        self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
+        self.model, self.tokenizer = model, tokenizer
         self.runner = Runner(model, max_slots, max_length, use_graphs)
         self.end_tokens = end_tokens(model)
-        self._scheduler = Scheduler(self.runner, prefill_chunk, max_queue, self.end_tokens)
+        self._scheduler = Scheduler(self.runner, prefill_chunk, self.end_tokens)
         self._tokenizer_lock = threading.Lock()
+        self._closed, self._changed = False, threading.Condition()
         self._step_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -74,7 +68,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: Prompt | None,
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         snapshot: Snapshot | None = None,
@@ -82,27 +76,24 @@ class Engine:
         stream: bool = True,
         on_piece: Callable[[Piece], Any] | None = None,
         on_finish: Callable[[Result], Any] | None = None,
-        prefill_only: bool = False,
-    ) -> Handle:
+    ) -> Request:
         """Queue a request.
 
         Args:
-            prompt: text or token ids. May be None with a snapshot.
+            prompt: text or token ids.
             snapshot: continue from this state; the prompt is added to it, a text without special tokens.
             keep_state: put the state at the end into the result.
             stream: deliver text as it comes; False: all at once, which costs less.
-            on_piece: called with each piece of text, in the engine's thread.
+            on_piece: called with each piece of text, in the engine's thread; the request cannot be iterated then.
             on_finish: called with the result, in the engine's thread, after all pieces.
-            prefill_only: only feed the prompt, and put the state into the result.
 
         Raises:
             ValueError: a prompt or parameters that cannot be served, with what was expected.
             UserError: a snapshot of another model.
-            QueueFull: `max_queue` requests wait already.
             RuntimeError: the engine was shut down.
         """
         params = SamplingParams() if params is None else params
-        tokens = [] if prompt is None else self.encode(prompt, special=snapshot is None)
+        tokens = self.encode(prompt, special=snapshot is None)
         stop, vocabulary = max(params.stop_token_ids, default=0), self.runner.vocabulary
         if stop >= vocabulary:
             raise ValueError(f"stop_token_ids: {stop} is outside the vocabulary of {vocabulary} tokens")
@@ -110,9 +101,9 @@ class Engine:
             if snapshot.model is not self.model:
                 raise UserError("this state was made by another model; make it again")
             tokens = snapshot.token_ids + tokens
-        if not tokens:
+        if len(tokens) <= (0 if snapshot is None else snapshot.length):
             raise ValueError("the prompt has no tokens; expected at least one")
-        limit, new = self.runner.max_length, 0 if prefill_only else params.max_new_tokens
+        limit, new = self.runner.max_length, params.max_new_tokens
         if limit is not None and len(tokens) + new > limit:
             raise ValueError(
                 f"{len(tokens)} prompt tokens and {new} new ones are more than the {limit} that a sequence of this"
@@ -122,28 +113,33 @@ class Engine:
         request = Request(
             tokens,
             params,
-            Handle(self._advance, self._scheduler.waiting.note_cancel),
-            Detokenizer(self.tokenizer),
+            self.tokenizer,
+            advance=self._advance,
+            note_cancel=self._scheduler.cancelled.append,
             stream=stream,
             on_piece=on_piece,
             on_finish=on_finish,
-            keep_state=keep_state or prefill_only,
+            keep_state=keep_state,
             snapshot=snapshot,
-            prefill_only=prefill_only,
         )
-        self._scheduler.waiting.put(request)
-        return request.handle
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the engine is shut down")
+            self._scheduler.waiting.append(request)
+            self._changed.notify_all()
+        return request
 
     def snapshot(self, prompt: Prompt, snapshot: Snapshot | None = None) -> Snapshot:
-        """The state after a prompt, to start any number of continuations from: `submit(None, snapshot=...)`.
+        """The state after a prompt, to start any number of continuations from: `submit(more, snapshot=...)`.
 
         Raises:
-            RuntimeError: the model failed; beside it, what `submit` raises.
+            RuntimeError: the model failed; also what `submit` raises.
         """
-        result = self.submit(prompt, snapshot=snapshot, stream=False, prefill_only=True).result()
+        one = SamplingParams(max_new_tokens=1)
+        result = self.submit(prompt, one, snapshot=snapshot, stream=False, keep_state=True).result()
         if result.snapshot is None:
             raise RuntimeError(f"no state of the prompt: {result.error or result.finish_reason}")
-        return result.snapshot
+        return replace(result.snapshot, token_ids=result.snapshot.token_ids[:-1])
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -156,52 +152,15 @@ class Engine:
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts: expected one for all, or one for each")
-        results: list[Any] = [None] * len(prompts)
-        for index, result in self.as_completed(enumerate(zip(prompts, each, strict=True)), refuse=True):
-            results[index] = result
-        return results
-
-    def as_completed(
-        self,
-        requests: Iterable[tuple[Hashable, tuple[Prompt, SamplingParams | None]]],
-        *,
-        refuse: bool = False,
-    ) -> Iterator[tuple[Any, Result]]:
-        """(key, result) of each (key, (prompt, params)), as they finish. Takes requests when it has room.
-
-        Args:
-            refuse: raise ValueError for requests that `submit` refuses; else their result says "error".
-
-        Raises:
-            QueueFull: others fill the queue.
-        """
-        room = min(2 * len(self.runner.lengths), self.max_queue or sys.maxsize)
-        source = iter(requests)
-        finished: SimpleQueue[tuple[Any, Result]] = SimpleQueue()
-        handles: dict[Any, Handle | None] = {}
+        requests: list[Request] = []
         try:
-            while True:
-                for key, (prompt, params) in itertools.islice(source, room - len(handles)):
-                    try:
-                        on_finish = functools.partial(lambda key, result: finished.put((key, result)), key)
-                        handles[key] = self.submit(prompt, params, stream=False, on_finish=on_finish)
-                    except ValueError as error:
-                        if refuse:
-                            raise
-                        handles[key] = None
-                        failed = Result("", [], finish_reason="error", prompt_tokens=0, error=str(error))
-                        finished.put((key, failed))
-                if not handles:
-                    return
-                while finished.empty() and self._advance():
-                    pass
-                key, result = finished.get()
-                del handles[key]
-                yield key, result
-        finally:
-            for handle in handles.values():
-                if handle is not None:
-                    handle.cancel()
+            for prompt, own in zip(prompts, each, strict=True):
+                requests.append(self.submit(prompt, own, stream=False))
+            return [request.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
 
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
         """Token ids of a prompt; safe from any thread.
@@ -228,7 +187,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return len(self._scheduler.waiting) > 0 or self._scheduler.running
+        return self._scheduler.busy
 
     @property
     def counts(self) -> dict[str, int]:
@@ -236,8 +195,8 @@ class Engine:
         return {
             "waiting": len(self._scheduler.waiting),
             "prefilling": len(self._scheduler.prefilling),
-            "running": self._scheduler.slots.decoding,
-            "free_slots": self._scheduler.slots.free,
+            "running": self._scheduler.decoding,
+            "free_slots": self._scheduler.owner.count(None),
             "tokens_prefilled": self.runner.tokens_prefilled,
             "tokens_decoded": self.runner.tokens_decoded,
         }
@@ -257,7 +216,7 @@ class Engine:
 
     def start(self) -> Engine:
         """Run in a background thread from now on."""
-        if self._scheduler.waiting.closed:
+        if self._closed:
             raise RuntimeError("the engine is shut down")
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="lolcats-engine", daemon=True)
@@ -270,24 +229,30 @@ class Engine:
         Args:
             drain: False: cancel.
         """
-        self._scheduler.waiting.close()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         if not drain:
             with self._step_lock:
-                self._scheduler.cancel_all()
-        if self._thread is not None:
-            self._thread.join()
+                self._scheduler.cancelled.extend(self._scheduler.requests)
+        if (thread := self._thread) is not None:
+            thread.join()
             self._thread = None
         while self.busy:
             self.step()
         self.runner.close()
 
     def _loop(self) -> None:
-        while self._scheduler.waiting.wait_for_work(lambda: self._scheduler.running):
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.busy or self._closed)
+            if not self.busy:
+                return
             try:
                 self.step()
             except Exception as error:  # a mistake in the engine: no owner may wait forever
                 with self._step_lock:
-                    self._scheduler.fail_all(error)
+                    self._scheduler.fail(self._scheduler.requests, error)
 
     def __enter__(self) -> Engine:
         return self.start()

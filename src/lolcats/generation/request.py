@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and the handle, result and snapshot that its owner gets."""
+"""One request on its way through the engine, and the result and snapshot that its owner gets."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ _LOG = logging.getLogger(__name__)
 class Snapshot:
     """All that a sequence needs to continue.
 
-    The last token is always outside the state: feeding it gives the logits of the next one, so that none
-    need to be kept.
-
     Attributes:
         token_ids: all tokens so far.
-        length: how many of them the state holds; fewer than all.
+        length: how many of them the state holds.
         tensors: the state of each layer, as `SlotCache.read` gives it. Its size does not depend on `length`,
             except for exact heads.
         model: which made it.
@@ -80,27 +77,60 @@ class Result(Piece):
     snapshot: Snapshot | None = None
 
 
-class Handle:
-    """A submitted request, as its owner sees it. Iterating yields the text as it comes, `result` waits for all.
+class Request:
+    """A submitted request. Iterating yields the text as it comes, `result` waits for all.
 
     Without a background thread (`Engine.start`), waiting runs the engine.
 
     Args:
+        tokens: the snapshot's and the prompt's.
         advance: takes an engine step; False: another thread does.
-        note_cancel: called after `cancel_requested` was set.
+        note_cancel: called when `cancel` was.
+        stream: deliver text as it comes; else, and without stop strings, all at the end, which costs less.
+
+    Attributes:
+        tokens: all tokens so far.
+        prompt_tokens: how many of them were there before the first generated one.
+        fed: how many of them the slot's state holds.
+        slot: -1 without.
+        stop_token: the token that ended the answer, if one did; it has no text.
     """
 
-    def __init__(self, advance: Callable[[], bool], note_cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        tokenizer: Any,
+        *,
+        advance: Callable[[], bool],
+        note_cancel: Callable[[Request], None],
+        stream: bool = True,
+        on_piece: Callable[[Piece], Any] | None = None,
+        on_finish: Callable[[Result], Any] | None = None,
+        keep_state: bool = False,
+        snapshot: Snapshot | None = None,
+    ) -> None:
+        self.tokens, self.params, self.prompt_tokens = tokens, params, len(tokens)
+        self.keep_state, self.snapshot = keep_state, snapshot
+        self.fed, self.slot = 0, -1
+        self.random = random.Random(params.seed if params.seed is None else params.seed % 2**64)  # it takes -1 for 1
+        self.stream = stream or on_piece is not None or bool(params.stop)
+        self.stops = StopStrings(params.stop)
+        self.stop_token: int | None = None
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
+        self._detokenizer, self._text, self._emitted = Detokenizer(tokenizer), "", 0
         self._advance, self._note_cancel = advance, note_cancel
-        self._pieces: SimpleQueue[str | None] = SimpleQueue()  # None: the end
+        self._pieces: SimpleQueue[Piece | None] = SimpleQueue()  # None: the end
+        self._on_piece, self._on_finish = on_piece or self._pieces.put, on_finish
         self._finished = threading.Event()
         self._result: Result | None = None
-        self.cancel_requested = False
+
+    # --- the owner's side ----------------------------------------------------------------------------------
 
     def cancel(self) -> None:
         """End the request at the engine's next step; its result is what it has by then."""
-        self.cancel_requested = True
-        self._note_cancel()
+        self._note_cancel(self)
 
     @property
     def done(self) -> bool:
@@ -130,72 +160,14 @@ class Handle:
             if piece is None:
                 self._pieces.put(None)  # for whoever iterates again
                 return
-            yield piece
+            yield piece.text
 
     # --- the engine's side ---------------------------------------------------------------------------------
 
-    def put(self, piece: str) -> None:
-        self._pieces.put(piece)
-
-    def finish(self, result: Result) -> None:
-        self._result = result
-        self._pieces.put(None)
-        self._finished.set()
-
-
-@dataclass(eq=False)
-class Request:
-    """A request inside the engine.
-
-    Attributes:
-        tokens: all tokens so far: the snapshot's, the prompt's, the generated ones.
-        stream: deliver text as it comes; else, and without stop strings, all at the end, which costs less.
-        prefill_only: for snapshots; ends before the prompt's last token is fed.
-        prompt_tokens: how many of `tokens` were there before the first generated one.
-        fed: how many of `tokens` the slot's state holds.
-        slot: -1 without.
-        stop_token: the token that ended the answer, if one did; it has no text.
-        text: pieces delivered so far.
-        emitted: generated tokens that belong to them.
-    """
-
-    tokens: list[int]
-    params: SamplingParams
-    handle: Handle
-    detokenizer: Detokenizer
-    stream: bool = True
-    on_piece: Callable[[Piece], Any] | None = None
-    on_finish: Callable[[Result], Any] | None = None
-    keep_state: bool = False
-    snapshot: Snapshot | None = None
-    prefill_only: bool = False
-    prompt_tokens: int = field(init=False)
-    stops: StopStrings = field(init=False)
-    random: random.Random = field(init=False)
-    fed: int = 0
-    slot: int = -1
-    stop_token: int | None = None
-    emitted: int = 0
-    text: list[str] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.prompt_tokens = len(self.tokens)
-        self.stops = StopStrings(self.params.stop)
-        seed = self.params.seed
-        self.random = random.Random(seed if seed is None else seed % 2**64)  # it takes -1 for 1
-        self.stream = self.stream or self.on_piece is not None or bool(self.params.stop)
-
     @property
-    def count(self) -> int:
+    def new_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def to_feed(self) -> int:
-        """Tokens that prefill has still to feed."""
-        return len(self.tokens) - self.fed - (1 if self.prefill_only else 0)
 
     def add_token(self, token: int, logprob: float | None, top_logprobs: list[tuple[int, float]] | None) -> None:
         """A generated token; its text comes by `add_text`."""
@@ -206,34 +178,43 @@ class Request:
 
     def add_text(self, token: int) -> None:
         """Text of the newest token. `stops.found` says whether the answer ends here."""
-        self._emit(self.stops.push(self.detokenizer.push(token)))
+        self._emit(self.stops.push(self._detokenizer.push(token)))
 
-    def close_text(self) -> str:
-        """The whole text, after the last token."""
+    def close_text(self) -> None:
+        """The rest of the text, after the last token."""
         if not self.stream:
             end = None if self.stop_token is None else -1
-            self.detokenizer.extend(self.tokens[self.prompt_tokens : end])
+            self._detokenizer.extend(self.tokens[self.prompt_tokens : end])
         if self.stops.found is None:
-            self._emit(self.stops.push(self.detokenizer.finish()))
+            self._emit(self.stops.push(self._detokenizer.finish()))
             self._emit(self.stops.finish())
-        return "".join(self.text)
 
     def _emit(self, text: str) -> None:
         """Deliver text that has become certain."""
-        if not text:
-            return
-        self.text.append(text)
-        if self.on_piece is not None:
-            first, self.emitted = self.emitted, self.count
+        if text:
+            self._text += text
+            first, self._emitted = self._emitted, self.new_tokens
             tokens = self.tokens[self.prompt_tokens + first :]
-            self.on_piece(Piece(text, tokens, self.logprobs[first:], self.top_logprobs[first:]))
-        self.handle.put(text)
+            self._on_piece(Piece(text, tokens, self.logprobs[first:], self.top_logprobs[first:]))
 
-    def end(self, result: Result) -> None:
+    def end(self, reason: str, error: str | None, snapshot: Snapshot | None) -> None:
         """Deliver the result."""
-        self.handle.finish(result)
-        if self.on_finish is not None:
+        stop = self.stops.found if self.stop_token is None else self.stop_token
+        self._result = Result(
+            self._text,
+            self.tokens[self.prompt_tokens :],
+            self.logprobs,
+            self.top_logprobs,
+            finish_reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            stop=stop if reason == "stop" else None,
+            error=error,
+            snapshot=snapshot,
+        )
+        self._pieces.put(None)
+        self._finished.set()
+        if self._on_finish is not None:
             try:
-                self.on_finish(result)
+                self._on_finish(self._result)
             except Exception:  # the request is over, and others are not concerned
                 _LOG.exception("a request's on_finish failed")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,48 +199,29 @@ class Runner:
         return logits_1V
 
     @torch.no_grad()
-    def decode(self, tokens: list[int]) -> Tensor:
+    def decode(self, tokens: list[int] | Tensor) -> Tensor:
         """Feed one token to each of the first len(tokens) slots.
 
         Returns:
             [len(tokens), V] logits, valid until the next call.
         """
-        count = len(tokens)
-        self.token_S[:count] = torch.tensor(tokens, device=self.device)
+        count, past = len(tokens), self.cache.places
+        self.token_S[:count] = torch.as_tensor(tokens, device=self.device)
         self.active_S.copy_(self.slot_S < count)
-        return self._run(count, greedy=False)
-
-    @torch.no_grad()
-    def decode_greedy(self, count: int, steps: int = 1) -> Tensor:
-        """Feed `token_S` to the first `count` slots, then each slot's most likely next token, `steps` >= 1 times.
-
-        No token goes through the host. Afterwards `token_S` holds the tokens to feed next. Returns [count, V] logits
-        of the last step, valid until the next call.
-        """
-        self.active_S.copy_(self.slot_S < count)
-        for _ in range(steps):
-            logits_BV = self._run(count, greedy=True)
-        return logits_BV
-
-    def _run(self, count: int, greedy: bool) -> Tensor:
-        """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
-        past = self.cache.places  # of a graph, whatever comes: kernels read each row's own length
         if self.graphs is None:
-            logits_BV = self._decode(count, min(max(self.lengths[:count]), past), greedy)
+            logits_BV = self._decode(count, min(max(self.lengths[:count]), past))
         else:
-            # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
+            # Rows between count and rows, if any, may belong to sequences in prefill: they must not change. As many
+            # places as there are, whatever comes: kernels read each row's own length.
             rows = bucket(count, len(self.lengths))
-            logits_BV = self.graphs.run(
-                (rows, greedy),
-                lambda: self._decode(rows, past, greedy),
-                lambda: self._decode_nothing(rows, past, greedy),
-            )
+            decode = partial(self._decode, rows, past)
+            logits_BV = self.graphs.run(rows, decode, partial(self._decode_nothing, decode))
         for slot in range(count):
             self.lengths[slot] += 1
         self.tokens_decoded += count
         return logits_BV[:count]
 
-    def _decode(self, rows: int, past: int, greedy: bool) -> Tensor:
+    def _decode(self, rows: int, past: int) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         first, active_B = slice(0, rows), self.active_S[:rows]
         tokens = self.length_S[:rows].clone(), active_B[:, None]
@@ -247,17 +229,14 @@ class Runner:
         with self.compiled.active():
             logits_BV = self._forward(used, None, self.token_S[:rows, None])
         self.length_S[:rows] += active_B
-        if greedy:
-            next_B = torch.where(active_B, logits_BV.argmax(-1), self.token_S[:rows])
-            self.token_S[:rows].copy_(next_B)
         return logits_BV
 
-    def _decode_nothing(self, rows: int, past: int, greedy: bool) -> None:
+    def _decode_nothing(self, decode: Callable[[], Tensor]) -> None:
         """Slots stay as they are. Whatever is to be compiled for so many rows is compiled here."""
         active_S = self.active_S.clone()
         self.active_S.zero_()
         try:
-            self._decode(rows, past, greedy)
+            decode()
         finally:
             self.active_S.copy_(active_S)
 
@@ -293,6 +272,12 @@ class Runner:
         """Copy a slot over another."""
         self.cache.move(source, target)
         self._set_length(target, self.lengths[source])
+
+    def exchange(self, first: int, second: int) -> None:
+        """Exchange the contents of two slots."""
+        tensors, length = self.read(first), self.lengths[first]
+        self.move(second, first)
+        self.write(second, length, tensors)
 
     @torch.no_grad()
     def read(self, slot: int) -> dict[str, Tensor]:

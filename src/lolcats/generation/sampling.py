@@ -20,9 +20,6 @@ MAX_LOGPROBS = 20
 # Top-p and min-p look at this many likeliest tokens first: sorting a whole vocabulary takes longer than a
 # small model's forward pass, and the tokens sought are nearly always among these.
 CANDIDATES = 512
-# Columns per block in the search for a token: block sums in float64 cost little, those of all columns would
-# take more memory than the logits.
-BLOCK = 256
 # Dividing logits by less overflows; vLLM draws the line here too.
 MIN_TEMPERATURE = 1e-5
 
@@ -141,8 +138,7 @@ def choose(
     logits_BV: Tensor,
     params: list[SamplingParams],
     uniforms: list[float],
-    seen: SeenTokens | None = None,
-    slots: list[int] | None = None,
+    histories: list[tuple[list[int], int]],
 ) -> Chosen:
     """One token per row.
 
@@ -150,7 +146,7 @@ def choose(
         logits_BV: the model's logits; not changed.
         params: of each row.
         uniforms: a random number in [0, 1) for each row; used where temperature is above 0.
-        seen: tokens that occurred in the `slots` of the rows; both are needed where there are penalties.
+        histories: the tokens of each row so far, and how many of them are its prompt's; used where there are penalties.
     """
     device = logits_BV.device
     top_B, token_B = logits_BV.max(dim=-1)
@@ -164,9 +160,7 @@ def choose(
         # A failed row must not raise; its token is not used.
         scores_NV = torch.where(finite_B[row_N, None], scores_NV, 0.0)
         if any(item.penalties for item in picked):
-            assert seen is not None
-            assert slots is not None
-            scores_NV = seen.penalise(scores_NV, picked, [slots[row] for row in special])
+            scores_NV = penalise(scores_NV, picked, [histories[row] for row in special])
         token_N = scores_NV.argmax(-1)
         for filters in (False, True):
             drawn = [row for row, item in enumerate(picked) if item.temperature > 0 and item.filters == filters]
@@ -180,16 +174,32 @@ def choose(
     return Chosen(tokens, *_logprobs(logits_BV, tokens, params))
 
 
+def penalise(scores_NV: Tensor, params: list[SamplingParams], histories: list[tuple[list[int], int]]) -> Tensor:
+    """Scores after all penalties; see `CommonParams` for their meaning, `choose` for `histories`."""
+
+    def counts(rows: list[list[int]]) -> Tensor:
+        """How often each token occurs in each row; shorter rows are filled up with a token beyond the vocabulary."""
+        beyond, longest = scores_NV.shape[1], max(map(len, rows))
+        token_NL = torch.tensor([row + [beyond] * (longest - len(row)) for row in rows], device=scores_NV.device)
+        count_NV = scores_NV.new_zeros(len(rows), beyond + 1)
+        return count_NV.scatter_add_(1, token_NL.long(), torch.ones_like(token_NL, dtype=count_NV.dtype))[:, :-1]
+
+    factor_N1 = _column([item.repetition_penalty for item in params], scores_NV)
+    divided_NV = torch.where(scores_NV < 0, scores_NV * factor_N1, scores_NV / factor_N1)
+    scores_NV = torch.where(counts([tokens for tokens, _ in histories]) > 0, divided_NV, scores_NV)
+    count_NV = counts([tokens[prompt_tokens:] for tokens, prompt_tokens in histories])
+    presence_N1 = _column([item.presence_penalty for item in params], scores_NV)
+    frequency_N1 = _column([item.frequency_penalty for item in params], scores_NV)
+    return scores_NV - presence_N1 * (count_NV > 0) - frequency_N1 * count_NV
+
+
 def _draw(scores_NV: Tensor, params: list[SamplingParams], uniforms: list[float], filters: bool) -> Tensor:
     """[N] tokens sampled from rows that all filter, or all do not."""
-    if scores_NV.device.type == "mps":  # has no float64
-        return _draw(scores_NV.cpu(), params, uniforms, filters).to(scores_NV.device)
     scores_NV = scores_NV / _column([item.temperature for item in params], scores_NV)
-    uniform_N = torch.tensor(uniforms, dtype=torch.float64, device=scores_NV.device)
     if not filters:
-        return inverse_cdf(scores_NV.softmax(-1), uniform_N)
+        return inverse_cdf(scores_NV.softmax(-1), uniforms)
     ranked_NC, token_NC = keep_likely(scores_NV, params)
-    return token_NC.gather(1, inverse_cdf(ranked_NC.softmax(-1), uniform_N)[:, None])[:, 0]
+    return token_NC.gather(1, inverse_cdf(ranked_NC.softmax(-1), uniforms)[:, None])[:, 0]
 
 
 def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor]:
@@ -218,20 +228,14 @@ def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor
         count = vocabulary
 
 
-def inverse_cdf(probability_NV: Tensor, uniform_N: Tensor) -> Tensor:
+def inverse_cdf(probability_NV: Tensor, uniforms: list[float]) -> Tensor:
     """[N] the first column at which the running sum of probabilities exceeds the row's random number."""
-    rows, columns = probability_NV.shape
-    blocks = -(-columns // BLOCK)
-    padded = torch.nn.functional.pad(probability_NV, (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
-    sum_NB = padded.sum(-1, dtype=torch.float64).cumsum(-1)
-    target_N1 = uniform_N[:, None] * sum_NB[:, -1:]
-    block_N1 = (sum_NB <= target_N1).sum(-1, keepdim=True).clamp_max(blocks - 1)
-    before_N1 = torch.where(block_N1 > 0, sum_NB.gather(1, (block_N1 - 1).clamp_min(0)), 0.0)
-    inside_NK = padded.gather(1, block_N1[:, :, None].expand(-1, 1, BLOCK))[:, 0]
-    passed_NK = inside_NK.cumsum(-1, dtype=torch.float64) + before_N1 > target_N1
-    # Rounding can leave no column above the target: the block's likeliest is as good as any then.
-    column_N = torch.where(passed_NK.any(-1), passed_NK.int().argmax(-1), inside_NK.argmax(-1))
-    return block_N1[:, 0] * BLOCK + column_N
+    dtype = torch.float32 if probability_NV.device.type == "mps" else torch.float64  # mps has no float64
+    sum_NV = probability_NV.cumsum(-1, dtype=dtype)
+    last_N1 = sum_NV[:, -1:].contiguous()
+    found_N1 = torch.searchsorted(sum_NV, _column(uniforms, sum_NV) * last_N1, right=True)
+    # Rounding can make a target the whole sum: no column is above it then, and the last possible one is taken.
+    return torch.minimum(found_N1, torch.searchsorted(sum_NV, last_N1))[:, 0]
 
 
 def _logprobs(
@@ -258,52 +262,3 @@ def _logprobs(
 def _column(values: list[float], like: Tensor) -> Tensor:
     """[N, 1] of the type and on the device of `like`."""
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-class SeenTokens:
-    """Which tokens occurred in each slot; allocated when first needed.
-
-    Attributes:
-        any_SV: bool, in the prompt or the answer.
-        count_SV: int32, how often in the answer.
-    """
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.any_SV = torch.zeros(slots, 0, dtype=torch.bool, device=device)
-        self.count_SV = torch.zeros(slots, 0, dtype=torch.int32, device=device)
-
-    def start(self, slot: int, tokens: list[int], vocabulary: int) -> None:
-        """A new request with the prompt `tokens`."""
-        if self.any_SV.shape[1] == 0:
-            self.any_SV = self.any_SV.new_zeros(len(self.any_SV), vocabulary)
-            self.count_SV = self.count_SV.new_zeros(len(self.count_SV), vocabulary)
-        self.any_SV[slot] = False
-        self.any_SV[slot, torch.tensor(tokens, device=self.any_SV.device)] = True
-        self.count_SV[slot] = 0
-
-    def add(self, slots: list[int], tokens: list[int]) -> None:
-        """One generated token for each of some slots."""
-        if slots:
-            place = torch.tensor(slots, device=self.any_SV.device), torch.tensor(tokens, device=self.any_SV.device)
-            self.any_SV[place] = True
-            self.count_SV[place] += 1
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy slots over others; two lists of the same slots exchange them."""
-        if self.any_SV.shape[1]:
-            for tensor_SV in (self.any_SV, self.count_SV):
-                tensor_SV[targets] = tensor_SV[sources]
-
-    def penalise(self, scores_NV: Tensor, params: list[SamplingParams], slots: list[int]) -> Tensor:
-        """Scores after all penalties; see `CommonParams` for their meaning.
-
-        Sources: arXiv:1909.05858 (repetition); OpenAI's API reference (presence, frequency).
-        """
-        slot_N = torch.tensor(slots, device=scores_NV.device)
-        any_NV, count_NV = self.any_SV[slot_N], self.count_SV[slot_N]
-        factor_N1 = _column([item.repetition_penalty for item in params], scores_NV)
-        divided_NV = torch.where(scores_NV < 0, scores_NV * factor_N1, scores_NV / factor_N1)
-        scores_NV = torch.where(any_NV, divided_NV, scores_NV)
-        presence_N1 = _column([item.presence_penalty for item in params], scores_NV)
-        frequency_N1 = _column([item.frequency_penalty for item in params], scores_NV)
-        return scores_NV - presence_N1 * (count_NV > 0) - frequency_N1 * count_NV

@@ -33,7 +33,6 @@ from bench_tools import (
 )
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from verify import verify_shape
 
 from lolcats.config.attention import AttentionConfig
@@ -224,57 +223,42 @@ def softmax_engine(session: Session) -> None:
         session.measure({"system": "softmax engine", "batch": batch}, partial(_steps_of_many, session, model, batch))
 
 
-def _steps_of_many(session: Session, model: LolcatsForCausalLM, batch: int) -> dict[str, Any]:
-    with closing(_runner_of_many(session.bench, model, batch)) as runner:
-        return _timed_steps(session, runner, batch)
-
-
 def _runner_of_many(bench: DecodeBench, model: LolcatsForCausalLM, batch: int) -> Runner:
     steps = max(bench.new_tokens, (bench.blocks + 1) * steps_of_block(model) + 2)
     return Runner(model, batch, bench.prompt_tokens + steps)
 
 
-def greedy_steps(runner: Runner, batch: int) -> Callable[[], Tensor]:
-    """A step of the first `batch` slots, which feeds each its likeliest token and returns the logits."""
-    token_B = torch.zeros(batch, dtype=torch.int64, device=runner.device)
-
-    def step() -> Tensor:
-        logits_BV = runner.decode(token_B)
-        token_B.copy_(logits_BV.argmax(-1))
-        return logits_BV
-
-    return step
+def greedy_step(runner: Runner, token_B: torch.Tensor) -> torch.Tensor:
+    """Feed each slot its token, which the likeliest next one replaces; returns the logits."""
+    logits_BV = runner.decode(token_B)
+    token_B.copy_(logits_BV.argmax(-1))
+    return logits_BV
 
 
-def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]:
-    bench, device, model = session.bench, session.device, runner.model
-    prefill_s = None
-    first = min(bench.prompt_tokens, 2 * bench.prefill_chunk) if bench.read_prompts else bench.prompt_tokens
-    prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // first)), first, bench.prefill_chunk)
-    if bench.read_prompts:
-        prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
-    else:
-        copy_first_slot(runner)
-    step = greedy_steps(runner, batch)
-    for _ in range(3):  # compiles and captures
-        step()
-    samples_ms = step_samples(step, steps_of_block(model), device)
-    for _ in range(bench.blocks - 1):
-        samples_ms += step_samples(step, steps_of_block(model), device)
-    memory = memory_gib(device)
-    logits_BV = step()
-    times = spread(samples_ms)
-    return {
-        **times,
-        "tokens_per_s": batch / times["step_ms"] * 1e3,
-        "prefill_s": prefill_s,
-        "prefill_tokens_per_s": None if prefill_s is None else batch * bench.prompt_tokens / prefill_s,
-        "state_mib_per_sequence": runner.cache.nbytes / len(runner.lengths) / 2**20,
-        "cuda_graphs": runner.graphs is not None and runner.graphs.works,
-        "compiled": runner.compiled.works,
-        "finite": bool(logits_BV.isfinite().all()),
-        **memory,
-    }
+def _steps_of_many(session: Session, model: LolcatsForCausalLM, batch: int) -> dict[str, Any]:
+    bench, device = session.bench, session.device
+    with closing(_runner_of_many(bench, model, batch)) as runner:
+        prefill_s = None
+        first = min(bench.prompt_tokens, 2 * bench.prefill_chunk) if bench.read_prompts else bench.prompt_tokens
+        prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // first)), first, bench.prefill_chunk)
+        if bench.read_prompts:
+            prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
+        else:
+            copy_first_slot(runner)
+        step = partial(greedy_step, runner, torch.zeros(batch, dtype=torch.int64, device=device))
+        step_samples(step, 3, device)  # compiles and captures
+        times = spread(step_samples(step, bench.blocks * steps_of_block(model), device))
+        return {
+            **times,
+            "tokens_per_s": batch / times["step_ms"] * 1e3,
+            "prefill_s": prefill_s,
+            "prefill_tokens_per_s": None if prefill_s is None else batch * bench.prompt_tokens / prefill_s,
+            "state_mib_per_sequence": runner.cache.nbytes / len(runner.lengths) / 2**20,
+            "cuda_graphs": runner.graphs is not None and runner.graphs.works,
+            "compiled": runner.compiled.works,
+            **memory_gib(device),
+            "finite": bool(step().isfinite().all()),
+        }
 
 
 @torch.no_grad()
@@ -380,9 +364,8 @@ def profiles(bench: DecodeBench, console: Console) -> Iterator[tuple[str, dict[s
             copy_first_slot(runner)
             # full windows, and a block that has just begun: none of the steps that are counted begins one
             block = steps_of_block(model)
-            step = greedy_steps(runner, batch)
-            for _ in range(2 * block - bench.prompt_tokens % block + 1):
-                step()
+            step = partial(greedy_step, runner, torch.zeros(batch, dtype=torch.int64, device=session.device))
+            step_samples(step, 2 * block - bench.prompt_tokens % block + 1, session.device)
             yield f"batch {batch}", kernel_times(step, session.device)
 
 

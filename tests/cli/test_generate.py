@@ -56,22 +56,26 @@ def test_answers_come_in_order_and_equal_generate(cli, linearized):
 
 
 def test_files_of_prompts(cli, linearized, tmp_path):
-    """One prompt that fails is told at the end."""
     text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
     text.write_bytes("w1\r\n\n w2\u2028 w3".encode())  # other line separators belong to the prompt
-    messages = [{"role": "user", "content": "w1"}]
-    lines.write_text(f'{json.dumps({"messages": messages})}\n{{"prompt": ""}}\n{{"prompt": "w4"}}\n')
-    for file, prompts in ((text, ["w1", " w2\u2028 w3"]), (lines, [messages, "", "w4"])):
+    lines.write_text('{"prompt": "w1\\nw2"}\n{"prompt": "w4"}\n')
+    for file, prompts in ((text, ["w1", " w2\u2028 w3"]), (lines, ["w1\nw2", "w4"])):
         result = cli("generate", "out/", "--prompts-file", file, "--max-new-tokens", 2, "--json")
-        rows = [json.loads(line) for line in result.stdout.split("\n")[:-1]]
-        assert [row["prompt"] for row in rows] == prompts
-        failed = [row["finish_reason"] == "error" for row in rows]
-        assert (result.exit_code, failed) == ((0, [False] * 2) if file is text else (1, [False, True, False]))
-    assert "1 of 3 prompts failed; prompt 1: the prompt has no tokens" in result.stderr
-    for line in ("nonsense", "[1]", '{"text": "a"}', '{"prompt": "a", "messages": []}', '{"messages": "a"}'):
+        assert [json.loads(line)["prompt"] for line in result.stdout.split("\n")[:-1]] == prompts
+    for line in ("nonsense", "[1]", '{"text": "a"}'):
         lines.write_text(f'{{"prompt": "first"}}\n{line}')
-        result = cli("generate", "out/", "--prompts-file", lines)
-        assert (result.exit_code, "line 2: expected" in result.stderr) == (1, True)
+        assert "line 2: expected" in cli("generate", "out/", "--prompts-file", lines).stderr
+
+
+def test_one_prompt_that_fails_is_told_at_the_end(cli, linearized):
+    weight, (token,) = linearized[0].get_input_embeddings().weight.data, linearized[1]("w4")["input_ids"]
+    before = weight[token].clone()
+    weight[token] = float("nan")
+    result = cli("generate", "out/", "-p", "w1", "-p", "w4", "--max-new-tokens", 2, "--json")
+    weight[token] = before
+    reasons = [json.loads(line)["finish_reason"] for line in result.stdout.splitlines()]
+    assert (result.exit_code, reasons) == (1, ["length", "error"])
+    assert "1 of 2 prompts failed; prompt 1: the model's logits are not finite" in result.stderr
 
 
 def test_an_original_model_answers_too(cli, model_dir):
@@ -84,6 +88,7 @@ def test_an_original_model_answers_too(cli, model_dir):
     [
         ([], "no prompt"),
         (["--prompts-file", "absent"], "cannot read"),
+        (["-p", "w1", "-p", ""], "prompt 1: the prompt has no tokens"),
         (["-p", "w1", "--top-p", "0"], "top_p: Input should be"),
     ],
 )

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
-from pydantic import TypeAdapter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lolcats.cli.console import notes
 from lolcats.cli.options import ModelLoader, model_options
 from lolcats.errors import UserError
-
-# A line of a .jsonl file of prompts.
-_LINE = TypeAdapter(dict[Literal["prompt"], str] | dict[Literal["messages"], list[dict[str, str]]])
 
 
 @model_options
@@ -30,7 +26,7 @@ def generate(
         Path | None,
         typer.Option(
             "--prompts-file",
-            help='One prompt a line; or .jsonl: {"prompt": TEXT} or {"messages": [...]} a line.',
+            help='One prompt a line; or .jsonl: {"prompt": TEXT} a line.',
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
@@ -62,7 +58,7 @@ def generate(
     from lolcats.evaluation.load import for_engine
     from lolcats.generation.engine import Engine
     from lolcats.generation.sampling import user_params
-    from lolcats.generation.text import prompt_tokens
+    from lolcats.generation.text import chat_text
 
     prompts = [*(prompt or []), *(_read(prompts_file) if prompts_file else [])]
     if not prompts:
@@ -76,45 +72,40 @@ def generate(
     slots = min(batch_size, len(prompts))
     failed = []
     with Engine(for_engine(loaded), tokenizer, max_slots=slots, max_length=max_length) as engine, bar:
-        requests: list[Any] = []
-        for index, item in enumerate(prompts):  # a sampled prompt has its own random numbers
+        requests = []
+        for index, text in enumerate(prompts):  # each samples its own random numbers
             try:
-                tokens = prompt_tokens(tokenizer, item, chat)
+                tokens = engine.encode(chat_text(tokenizer, text) if chat else text, special=not chat)
                 requests.append(engine.submit(tokens, params.changed(seed=seed + index), stream=False))
             except ValueError as error:
-                requests.append(str(error))
+                raise UserError(f"prompt {index}: {error}") from error
         for index, request in enumerate(bar.track(requests)):
-            result = None if isinstance(request, str) else request.result()
-            failure = request if result is None else result.error
-            if failure is not None:
-                failed.append(f"prompt {index}: {failure}")
-            text, item = "" if result is None else result.text, prompts[index]
+            result = request.result()
+            if result.error is not None:
+                failed.append(f"prompt {index}: {result.error}")
             if as_json:
-                reason = "error" if result is None else result.finish_reason
-                typer.echo(json.dumps({"prompt": item, "text": text, "finish_reason": reason}, ensure_ascii=False))
-            elif failure is None:
+                row = {"prompt": prompts[index], "text": result.text, "finish_reason": result.finish_reason}
+                typer.echo(json.dumps(row, ensure_ascii=False))
+            elif result.error is None:
                 # A continuation follows its prompt directly; an answer stands on its own line.
-                shown, newline = (item, "\n" * chat) if isinstance(item, str) else (item[-1]["content"], "\n")
-                typer.echo(f"{typer.style(shown, bold=True)}{newline}{text}\n")
+                separator = "\n" if chat else ""
+                typer.echo(f"{typer.style(prompts[index], bold=True)}{separator}{result.text}\n")
     if failed:
         raise UserError(f"{len(failed)} of {len(prompts)} prompts failed; {failed[0]}")
 
 
-def _read(file: Path) -> list[Any]:
-    """The prompts of a file: texts, and conversations as lists of messages."""
+def _read(file: Path) -> list[str]:
+    """The prompts of a file; other line separators than \\n belong to them."""
     try:
-        lines = [line.rstrip("\r") for line in file.read_text(encoding="utf-8").split("\n")]
+        lines = [line.removesuffix("\r") for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompts-file {file}: {error}") from error
     if file.suffix != ".jsonl":
-        return [line for line in lines if line.strip()]
+        return lines
     prompts = []
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                (value,) = _LINE.validate_json(line).values()
-                prompts.append(value)
-            except ValueError as error:
-                expected = 'expected {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
-                raise UserError(f"{file}, line {number}: {expected}, got {line[:100]}") from error
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f'{file}, line {number}: expected {{"prompt": TEXT}}, got {line[:100]}') from error
     return prompts

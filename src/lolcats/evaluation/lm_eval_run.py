@@ -59,8 +59,7 @@ class LolcatsLM(HFLM):
         for length, group in sorted(by_length.items(), reverse=True):
             slots = slots_in_memory(self.model, length, min(SLOTS, len(group)))
             engine = Engine(self.model, self.tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
-            submitted = [(index, engine.submit(*request, stream=False)) for index, request in group]
-            for index, answer in submitted:
+            for index, answer in [(index, engine.submit(*request, stream=False)) for index, request in group]:
                 answers[index] = answer.result().text
                 bar.update()
             engine.shutdown()

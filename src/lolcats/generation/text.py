@@ -27,18 +27,6 @@ def chat_text(tokenizer: Any, prompt: str | list[dict[str, str]]) -> str:
         raise UserError(f"the chat template does not take this conversation: {error}") from error
 
 
-def prompt_tokens(tokenizer: Any, prompt: str | list[dict[str, str]], chat: bool = False) -> list[int]:
-    """Token ids of a text or, through the chat template, of a user's message (`chat`) or a conversation.
-
-    Raises:
-        UserError: as `chat_text`.
-    """
-    if isinstance(prompt, str) and not chat:
-        return list(tokenizer(prompt)["input_ids"])
-    # A chat template writes the special tokens itself.
-    return list(tokenizer(chat_text(tokenizer, prompt), add_special_tokens=False)["input_ids"])
-
-
 def end_tokens(model: Any) -> frozenset[int]:
     """The tokens that end a text by the model's generation configuration."""
     ids = getattr(model.generation_config, "eos_token_id", None)

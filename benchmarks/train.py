@@ -123,7 +123,7 @@ def updates(
     batch = micro_batch * bench.accumulate
     data = random_data(bench, 4 * batch)
     if name == "frozen":
-        with fused_kernels(model, bench.fused_kernels, console.print):
+        with fused_kernels(model, bench.fused_kernels):
             yield _frozen_step(bench, model, data, batch)
         return
     common: dict[str, Any] = {
@@ -149,7 +149,7 @@ def updates(
             adjust |= {"train_feature_maps": True, "feature_lr": FEATURE_LR}
         config = AdjustSection(**common, **adjust)
         stage = AdjustStage(model, config, data, report=console.print)
-    with fused_kernels(model, bench.fused_kernels, console.print):
+    with fused_kernels(model, bench.fused_kernels):
         trainer = Trainer(stage, data, config, seed=0)
         yield trainer.update
     stage.step.release()

@@ -276,7 +276,7 @@ def measure(run: Run, name: str, mode: str = "hybrid") -> None:
 
 def _train(run: Run, stage: TransferStage | GateStage | AdjustStage) -> None:
     section = run.sections[stage.name]
-    with fused_kernels(run.model, section.fused_kernels, run.console.print):
+    with fused_kernels(run.model, section.fused_kernels):
         result = train(
             stage,
             run.data[stage.name][0],

@@ -7,7 +7,6 @@ import torch
 from transformers import DynamicCache
 
 from lolcats.config import AdjustSection
-from lolcats.modeling.cache_size import cache_bytes
 from lolcats.modeling.call import SOFTMAX
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack, unpack
 from lolcats.training.lora import add_lora
@@ -60,19 +59,6 @@ def test_eight_bits_are_near_and_are_used(model, kit):
     assert torch.equal(model(tokens, attention_call=SOFTMAX).logits, teacher)
     size = full.std()
     assert 1e-5 * size < (found - full).abs().max() < 0.15 * size
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_bytes(kit, window):
-    model = kit.linearized(kit.build("llama3"), **ATTENTION, exact_window=window)
-    _, cache = kit.in_pieces(model, kit.tokens(1, 40), [39, 1])
-    held = 0
-    for layer in cache.layers:
-        exact = getattr(layer, "exact", layer)
-        held += sum(x[exact.held(0, 40)].nbytes for x in exact.buffers.values())
-        held += layer.state.nbytes if hasattr(layer, "state") else 0
-    assert held == cache_bytes(model.config, 40, torch.float32)
 
 
 @pytest.mark.parametrize("targets", ["qkvo", "qv", "v", "q"])

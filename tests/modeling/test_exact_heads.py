@@ -54,15 +54,6 @@ def test_each_head_is_softmax_or_linear(mixed, kit):
 
 
 @torch.no_grad()
-def test_padded_rows_equal_each_row_alone(mixed, kit):
-    model, _ = mixed
-    input_ids, mask = kit.tokens(2, 14), kit.padding([14, 9], 14)
-    pieces, _ = kit.in_pieces(model, input_ids, [5, 1, 8], mask)
-    alone = model(input_ids[1:, 5:], use_cache=False).logits
-    torch.testing.assert_close(pieces[1:, 5:], alone, **TOLERANCE)
-
-
-@torch.no_grad()
 def test_softmax_mode_is_the_base_model(mixed, original, kit):
     model, _ = mixed
     input_ids = kit.tokens(2, 12)

@@ -32,7 +32,6 @@ CASES = {
         for packed in (False, True)
     },
 }
-BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -116,14 +115,6 @@ def test_random_histories(model, kit, seed):
         again = History(model, kit, chance, history.cache)
         again.run(2)
         again.check()
-
-
-@pytest.mark.parametrize("options", [{}, BEAMS], ids=["greedy", "beams"])
-def test_generation_with_cache_equals_without(model, kit, options):
-    tokens, mask = kit.tokens(3, 12), kit.padding([12, 7, 3], 12)
-    given = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(tokens, use_cache=False, **given, **options)
-    assert torch.equal(model.generate(tokens, **given, **options), expected)
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ costs what n sequences cost; the engine moves a sequence when one before it ends
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
@@ -104,7 +103,7 @@ class Runner:
         self.compiled = CompiledLayers(model, enabled=use_graphs and not self.cache.has_recurrent)
         self.graphs = Graphs(self.compiled.give_up) if use_graphs else None
         self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
-        changes.enter_context(fused_kernels(model, "auto", warnings.warn))
+        changes.enter_context(fused_kernels(model, "auto"))
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:

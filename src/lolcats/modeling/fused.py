@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
 
 FAMILIES = (
@@ -39,45 +38,20 @@ FAMILIES = (
 """Model types that use liger-kernel."""
 
 _ROTARY = "apply_rotary_pos_emb"
-SAMPLE_TOKENS = 64
-_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Relative RMS difference of the last hidden states that counts as rounding, times the square root of the layers."""
 
 
 @contextmanager
-def fused_kernels(
-    model: LolcatsForCausalLM,
-    setting: str,
-    report: Callable[[str], None] = lambda text: None,
-    *,
-    sample: Callable[[], Tensor] | None = None,
-    layers: int | None = None,
-    device: torch.device | None = None,
-) -> Iterator[None]:
+def fused_kernels(model: LolcatsForCausalLM, setting: str, device: torch.device | None = None) -> Iterator[None]:
     """Within the block `model` computes with fused kernels, if it is on a GPU and `setting` is not "off".
 
     Args:
-        report: receives a sentence if kernels are not used because they change the model's results.
-        sample: computes the output of some of the model's layers for a few tokens; None: of all layers.
-        layers: how many these are.
-        device: where they are; None: where the model is.
+        device: where layers are when they run; None: where the model is.
     """
-    sample = sample or (lambda: _hidden_states(model))
-    layers = layers or model.config.num_hidden_layers
     with ExitStack() as stack:
         if setting != "off" and (device or model.device).type == "cuda":
             stack.enter_context(lora_in_model_type(model))
             if model.config.text_config.model_type in FAMILIES and importlib.util.find_spec("liger_kernel"):
-                before = sample()
-                patches = stack.enter_context(ExitStack())
-                patches.enter_context(liger_kernels(model))
-                difference = _relative_difference(sample(), before)
-                if not difference < _TOLERANCE.get(model.dtype, 0.0) * layers**0.5:
-                    patches.close()
-                    report(
-                        "going on without liger-kernel, which would change the model's hidden states by"
-                        f" {difference:.1e}, more than rounding does"
-                    )
+                stack.enter_context(liger_kernels(model))
         yield
 
 
@@ -194,29 +168,3 @@ def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> Non
             now[key] = before[key]
         else:
             now.pop(key, None)
-
-
-@torch.no_grad()
-def _hidden_states(model: LolcatsForCausalLM) -> Tensor:
-    """The decoder's output for a few tokens."""
-    tokens_BT = sample_tokens(model.config.text_config.vocab_size).to(model.device)[None]
-    training = model.training
-    model.eval()
-    try:
-        return model.get_decoder()(input_ids=tokens_BT, use_cache=False, attention_call=SOFTMAX)[0]
-    finally:
-        model.train(training)
-
-
-def sample_tokens(vocab_size: int, tokens: int = SAMPLE_TOKENS) -> Tensor:
-    """Token ids [T], evenly from all of a vocabulary.
-
-    Not from its beginning: there tokens of special meaning stand, of which SmolLM2 makes seven times the rounding error
-    of ordinary ones; nor 0, whose embedding is zero where it stands for padding.
-    """
-    return 1 + torch.arange(tokens) * (vocab_size - 1) // tokens + (vocab_size - 1) // (2 * tokens)
-
-
-def _relative_difference(value: Tensor, reference: Tensor) -> float:
-    error = (value.double() - reference.double()).square().mean() / reference.double().square().mean()
-    return float(error.sqrt())

@@ -54,7 +54,7 @@ def hybrid_attention(
         return_state: also return the state after these tokens.
         backend: "reference" (quadratic, whole sequences alone), "chunked" (linear time and memory, any device),
             "triton" (GPU kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
-        shared: what the kernels compute from borders and positions, kept for the other layers of a forward pass, which
+        shared: what follows from borders and positions, kept for the other layers of a forward pass, which
             have the same ones; at first empty.
 
     Returns:
@@ -92,12 +92,14 @@ def hybrid_attention(
         before = state
         if state is None and (return_state or not kernels):
             before = initial_state(config, params, k_BGTD, cu_seqlens)
-        given: dict[str, Any] = {"fresh": state is None, "need_state": return_state}
+        given: dict[str, Any] = {"fresh": state is None, "need_state": return_state, "shared": shared}
         if kernels:
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
-            return triton_attention(*inputs, state=before, cu_seqlens=cu_seqlens, shared=shared, **given)
+            return triton_attention(*inputs, state=before, cu_seqlens=cu_seqlens, **given)
         assert before is not None
+        if cu_seqlens is not None:
+            del given["shared"]  # each sequence has a position of its own
         attend: Callable[..., tuple[Tensor, HybridState]] = partial(chunked, **given)
         if backend == "reference":
             attend = reference

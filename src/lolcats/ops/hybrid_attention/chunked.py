@@ -16,8 +16,10 @@ key/value or state head) x c.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +54,7 @@ def chunked(
     state: HybridState,
     fresh: bool = True,
     need_state: bool = True,
+    shared: dict[Hashable, Any] | None = None,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`.
 
@@ -74,6 +77,7 @@ def chunked(
             state,
             Grid(config, state.position, min(piece, tokens - begin), fresh=fresh and begin == 0),
             need_state or begin + piece < tokens,
+            shared if tokens <= piece else None,
         )
         outputs.append(y_BHTD)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
@@ -143,11 +147,12 @@ def _piece(
     state: HybridState,
     grid: Grid,
     need_state: bool,
+    shared: dict[Hashable, Any] | None,
 ) -> tuple[Tensor, HybridState]:
     dtype = accumulation_dtype(q_BHTD.dtype)
     after = state
     if need_state or config.sinks:
-        after = push_tokens(state, config, k_BGTD, v_BGTD, fresh=grid.fresh)
+        after = push_tokens(state, config, k_BGTD, v_BGTD, fresh=grid.fresh, shared=shared)
     config = grid.config
     q_BHED = grid.place(q_BHTD, None, dtype)
     k_BGED = grid.place(k_BGTD, state.k, dtype)

@@ -23,9 +23,8 @@ from lolcats.data import PackedDataset
 from lolcats.data.cache import content_hash
 from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
-from lolcats.modeling.call import SOFTMAX
-from lolcats.modeling.decoder import HIDDEN, decoder_part, run_part
-from lolcats.modeling.fused import SAMPLE_TOKENS, fused_kernels, sample_tokens
+from lolcats.modeling.decoder import HIDDEN
+from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.activation_cache import ActivationCache, delete_cache, gib
 from lolcats.parallel.blockwise.layers import LayerBlock, divide
@@ -199,14 +198,7 @@ class Blocks:
 
         with (
             partial.loaded(*partial.parts_of(block)),
-            fused_kernels(
-                partial.model,
-                self.config.transfer.fused_kernels,
-                self.console.print,
-                sample=lambda: _sample(partial, block),
-                layers=block.end - block.begin,
-                device=partial.device,
-            ),
+            fused_kernels(partial.model, self.config.transfer.fused_kernels, partial.device),
         ):
             stage = TransferStage(
                 partial.model,
@@ -259,19 +251,6 @@ class Blocks:
                 for name, parameter in modules[index].named_parameters():
                     parameter.data.copy_(weights[f"layers.{index}.{name}"])
         return _summary(list(results.values()))
-
-
-@torch.no_grad()
-def _sample(partial: PartialModel, block: LayerBlock) -> Tensor:
-    """A loaded block's output [1, T, hidden] for a few tokens, with softmax attention."""
-    model, config = partial.model, partial.model.config.get_text_config()
-    if block.begin == 0:
-        inputs = {"input_ids": sample_tokens(config.vocab_size).to(partial.device)[None]}
-    else:
-        random = torch.Generator().manual_seed(0)
-        hidden_BTD = torch.randn(1, SAMPLE_TOKENS, config.hidden_size, generator=random)
-        inputs = {HIDDEN: hidden_BTD.to(partial.device, model.model.dtype)}
-    return run_part(decoder_part(model, block.begin, block.end), inputs, SOFTMAX)
 
 
 def _summary(results: list[TrainState]) -> dict[str, Any]:

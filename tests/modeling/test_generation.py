@@ -19,7 +19,7 @@ STRATEGIES = {
 
 
 # name -> (family, attention); those on a GPU decode by the kernel
-EXACT = {"exact": ["0.1", "1"], "exact_window": 5, "sinks": 2}
+EXACT = {"exact": ["0.1", "1"], "exact_window": 5, "sinks": 2, "sliding_layers": "linearize"}
 MODELS = {
     **{name: (name, {}) for name in ("llama3", "gemma3", "qwen3.5", "lfm2", "granite4")},
     "qwen3-next-hybrid": ("qwen3-next", {"exact": ["1.0"]}),

@@ -74,18 +74,6 @@ def test_initial_weights(columns: int) -> None:
         assert not bias.any()
 
 
-def test_llama_3_8b_has_16_8_million_feature_map_weights() -> None:
-    """arXiv:2410.10254, tables of trainable parameters: 32 layers of 32 heads, 2 maps of 128 x 64 each."""
-    config = AttentionConfig("terraced", 64, feature_dim=64)
-    paper = replace(config, share_state="query_head")
-    layers = [HybridAttention(paper, 32, 8, 128, device="meta") for _ in range(32)]
-    count = sum(layer.q_weight.numel() + layer.k_weight.numel() for layer in layers)
-    assert count == 16_777_216
-    assert all(parameter.is_meta for layer in layers for parameter in layer.parameters())
-    shared = HybridAttention(config, 32, 8, 128, device="meta")
-    assert 32 * (shared.q_weight.numel() + shared.k_weight.numel()) == 10_485_760  # (32 + 8) / 64 of it
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_activations_give_float32_gradients_and_sums(dtype: torch.dtype) -> None:
     layer = make_layer()

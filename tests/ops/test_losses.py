@@ -101,17 +101,6 @@ def test_unused_gamma_has_no_gradient():
     assert case.params.q_weight.grad.any()
 
 
-def test_cross_entropy_is_least_where_the_weights_agree():
-    """With a window that holds everything it is the entropy of softmax attention (Gibbs' inequality)."""
-    wide, narrow = make_double("terraced 64", 40), make_double("terraced 4", 40)
-    entropy = torch.special.entr(weights(wide)[1]).sum(-1).mean().item()
-    loss, larger = (
-        weights_cross_entropy(x.q, x.k, x.config, x.params._replace(scale=SCALE)).item() for x in (wide, narrow)
-    )
-    assert loss == pytest.approx(entropy, rel=1e-12)
-    assert larger > entropy + 0.01
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_weights_times_values_are_the_outputs(config):
     case = make_double(config, 60, batch=2, heads=6, kv_heads=2, sink_logits=True)

@@ -86,38 +86,6 @@ def test_random_schedules(backend, config, lengths):
     assert (pages.memory[others] == 0xFF).all(), "wrote into a page of no sequence"
 
 
-def test_single_tokens_after_prompts_that_end_near_a_block_border():
-    """In copies of their pages, as a server makes them that keeps the states of shared prompts; and in used pages."""
-    prompts = (1, 15, 16, 17, 31, 32, 33)
-    case = make_case("terraced 16 sinks=2", 53, batch=7, dtype=torch.float64)
-    expected, _ = case.run("reference")
-    pages = pages_of(case, 14)
-    for turn in range(2):  # the second in the pages of the first
-        case = case.with_qkv(lambda x: x.flip(0))
-        expected = expected.flip(0)
-        done = [[y] for y in run_batch(case, pages, [(n, 0, tokens, n) for n, tokens in enumerate(prompts)], "chunked")]
-        pages.memory[7:] = pages.memory[:7]
-        before = pages.memory[:7].clone()
-        for t in range(20):
-            work = [(n, tokens + t, 1, n + 7) for n, tokens in enumerate(prompts)]
-            for n, y in enumerate(run_batch(case, pages, work, "chunked")):
-                done[n].append(y)
-        for n, tokens in enumerate(prompts):
-            right = {f"{turn} {tokens}": expected[n, :, : tokens + 20]}
-            assert_near({f"{turn} {tokens}": torch.cat(done[n], 1)}, right, torch.float64)
-        assert torch.equal(pages.memory[:7], before), "a copy changed the page that it came from"
-
-
-def test_the_page_is_as_small_as_its_parts() -> None:
-    layout = PageLayout(AttentionConfig("terraced", 64, sinks=2), 2, 4, 32, 16, torch.bfloat16)
-    sums, window, sinks = 4 * 32 * 16 * 4 + 4 * 32 * 4, 2 * 2 * 128 * 16 * 2, 2 * 2 * 2 * 16 * 2
-    assert layout.nbytes == sums + window + sinks
-    assert next(iter(layout.parts)) == "S"
-    views = StatePages(layout, torch.zeros(3, layout.nbytes, dtype=torch.int8)).views
-    assert views["S"].shape == (3, 4, 2, 32, 16)  # in two planes of 16 bits
-    assert views["v"].shape == (3, 2, 128, 16)
-
-
 # --- the kernel alone ------------------------------------------------------------------------------------------------
 
 

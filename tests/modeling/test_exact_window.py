@@ -122,7 +122,7 @@ def test_a_window_in_bytes_is_the_largest_that_fits(kit, family, bits):
     assert held() == cache_bytes(model.config, 10**6, torch.float32) <= 20 * 1024
     model.set_attention(exact_window=window + 1)
     assert held() > 20 * 1024
-    model.set_attention(exact_window=None)
+    model.set_attention(exact_window=None, exact_bits=8)
     assert held() == cache_bytes(model.config, tokens.shape[1], torch.float32)
     lengths = [6, 1000] if family == "gemma3" else [1000, 1000]
     softmax = sum(2 * 2 * layer.head_dim * 4 * n for layer, n in zip(model.config.layer_heads, lengths, strict=True))

@@ -41,7 +41,7 @@ BAD = [
     (COMPLETIONS, TEXT | {"logprobs": 21}, "logprobs", "logprobs"),
     (COMPLETIONS, TEXT | {"stop": ""}, "stop", "stop.0"),
     (COMPLETIONS, TEXT | {"stop_token_ids": [260]}, "outside the vocabulary", None),
-    (COMPLETIONS, TEXT | {"logit_bias": {"5": 100}}, "lolcats serve --engine vllm", "logit_bias"),
+    (COMPLETIONS, TEXT | {"logit_bias": {"5": 100}}, "vllm serve", "logit_bias"),
     (COMPLETIONS, TEXT | {"temprature": 1}, "'temprature' is not supported", "temprature"),
     (COMPLETIONS, TEXT | {"x" * 100_000: 1}, "is not supported", None),
     (CHATS, said("", role="king"), "role", "messages.0.role"),

@@ -69,7 +69,7 @@ def test_comparison_sees_what_a_family_has_of_its_own(expected, serve, monkeypat
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("lfm2-moe", "'lfm2_moe' has layers without attention.*--engine lolcats"),
+        ("lfm2-moe", "'lfm2_moe' has layers without attention.*lolcats serve"),
         ("gemma4-shared-keys", "'gemma4_text': .*layers.2.* attends over the keys of an earlier layer"),
     ],
 )

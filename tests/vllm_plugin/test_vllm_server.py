@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI-compatible server, started by `lolcats serve`, asked by OpenAI's client."""
+"""vLLM's own OpenAI-compatible server, asked by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def client(folder, tmp_path_factory) -> Iterator[openai.OpenAI]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "lolcats", "serve", str(folder())]
-    options = {"served-model-name": "tiny", "port": port, "dtype": "float32", "max-length": 512}
-    command += [f"--{name}={value}" for name, value in options.items()] + ["--", "--enforce-eager"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder()}", "--enforce-eager"]
+    options = {"served-model-name": "tiny", "port": port, "dtype": "float32", "max-model-len": 512}
+    command += [f"--{name}={value}" for name, value in options.items()]
     log = tmp_path_factory.mktemp("server") / "log"
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=stream, env=environment) as process:

@@ -95,7 +95,7 @@ COMMANDS = (
 for command in COMMANDS:
     name = command.__name__.replace("_", "-")
     name = {"import-published": "import", "evaluate": "eval"}.get(name, name)
-    app.command(name, context_settings={"allow_extra_args": command is serve})(command)
+    app.command(name)(command)
 app.add_typer(blocks, name="blocks")
 app.add_typer(recipes, name="recipes")
 app.add_typer(bench, name="bench")

@@ -97,7 +97,7 @@ class OpenAIRequest(CommonParams):
             if name not in cls.model_fields:
                 message = f"parameter {name[:100]!r} is not supported by this server"
                 if name in DEFAULTS:
-                    message += "; vLLM's may have it (lolcats serve --engine vllm)"
+                    message += "; vLLM's may have it (vllm serve)"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
             kept[name] = value
         return kept
@@ -177,7 +177,7 @@ class Message(BaseModel):
     @model_validator(mode="after")
     def _text(self) -> Message:
         if self.tool_calls:
-            raise ValueError("tool_calls is not supported by this server; vLLM's has it (lolcats serve --engine vllm)")
+            raise ValueError("tool_calls is not supported by this server; vLLM's has it (vllm serve)")
         if self.content is None and self.role != "assistant":
             raise ValueError(f"missing content of a message of the role {self.role!r}")
         return self

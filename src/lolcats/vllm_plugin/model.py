@@ -34,7 +34,7 @@ from lolcats.vllm_plugin.layer import (
 )
 
 logger = logging.getLogger("vllm.lolcats")
-ELSEWHERE = "`lolcats serve --engine lolcats` serves every linearized model"
+ELSEWHERE = "`lolcats serve` serves every linearized model"
 
 
 class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):

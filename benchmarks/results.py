@@ -365,6 +365,39 @@ def recall(results: Results) -> Figure:
     return figure
 
 
+ABLE = {  # of the table of abilities, drawn: rows of one way, smaller caches first
+    "window and linear part": ["12 %, window 128", "12 %, 4096", "25 %, 8 bits: `lolcats-hybrid`", "25 %, 4096"],
+    "window alone": ["12 %, 4096, no linear part", "..., no linear part"],
+    "softmax": ["teacher"],
+}
+
+
+def frontier(results: Results) -> Figure:
+    """What bytes buy in ability: means over seeds, seven tasks of `ability` weigh the same."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    names = ("humaneval", "humaneval_1024", "humaneval_4096", "gsm8k", "gsm8k_8shot", "mmlu", "labels_120shot")
+    for axis, length in zip(axes, ("8192", "32768"), strict=True):
+        for (label, titles), style in zip(ABLE.items(), ("C0o", "C1s", "k^"), strict=True):
+            for title in titles:
+                runs = [run for run in results.ability if run["row"] == title]
+                sizes = {run["cache_mib"][length] for run in runs}
+                mean = statistics.fmean([run["found"][name]["percent"] for run in runs for name in names] or [0.0])
+                axis.plot([*sizes], [mean] * len(sizes), style, label=label if title == titles[0] else None)
+                name = title.partition(":")[0].replace("...", "25 %, 8 bits").removesuffix(", no linear part")
+                for size in sizes:
+                    axis.annotate(name, (size, mean), (5, -9), textcoords="offset points", fontsize=8)
+        axis.set(xscale="log", xlabel=f"cache of a sequence of {length} tokens (MiB)")
+        ticks = [size for size in (16, 32, 64, 128, 256, 512) if axis.get_xlim()[0] < size < axis.get_xlim()[1]]
+        axis.set_xticks(ticks, [str(size) for size in ticks])
+        axis.margins(x=0.15)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="mean of seven tasks (%)")
+    axes[0].legend(fontsize=8, loc="lower right")
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -373,7 +406,7 @@ def main() -> None:
     results = Results.read(given.folder)
     page = given.docs / "results.md"
     page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    for name, draw in (("recall", recall), ("curves", curves), ("layers", layers)):
+    for name, draw in (("ability", frontier), ("recall", recall), ("curves", curves), ("layers", layers)):
         draw(results).savefig(given.docs / "images" / f"results_{name}.png", dpi=130)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lolcats.config import DataSection, DataSource
-from lolcats.data import build_datasets, build_evaluation_dataset, packing, templates
+from lolcats.data import build_datasets, build_evaluation_dataset, cache, packing, templates
 from lolcats.errors import UserError
 
 
@@ -174,10 +174,13 @@ def test_cache_hit_needs_no_reading(tokenizer, write_rows, reads, cache_root: Pa
     second = make(config, tokenizer, seed=9)  # one source: nothing is chosen, the seed does not matter
     assert len(reads) == 2
     for one, other in zip(first, second, strict=True):
-        assert isinstance(other.input_ids, np.memmap)
         assert one.info == other.info
         assert np.array_equal(one.input_ids, other.input_ids)
-    assert [entry.name.split("-")[0] for entry in cache_root.iterdir() if entry.name != "rows"] == ["packed"]
+    (file,) = cache_root.glob("packed-*")
+    file.write_bytes(file.read_bytes()[:-4])
+    make(config, tokenizer)
+    assert len(reads) == 4
+    assert [name.suffix for name in cache_root.glob("*packed*")] == [".safetensors"]
 
 
 def test_cache_misses(tokenizer, new_tokenizer, write_rows, reads) -> None:
@@ -199,14 +202,28 @@ def test_cache_misses(tokenizer, new_tokenizer, write_rows, reads) -> None:
     train, _ = make(section(path), tokenizer)
     assert len(reads) == before + 4
     assert set(first_letters(train, tokenizer)) == {"b"}
-    make(section(write_rows("moved/c.jsonl", texts(10, "b"))), tokenizer)  # the content counts, not the path
-    assert len(reads) == before + 4
+
+
+def test_tokenizer_hash_depends_on_content_and_not_on_use(new_tokenizer) -> None:
+    used = new_tokenizer()
+    used.pad_token = "<|end|>"
+    before = cache.tokenizer_hash(used)
+    used(["abc", "d"], padding="max_length", truncation=True, max_length=2, return_tensors="np")
+    assert used.backend_tokenizer.truncation is not None
+    assert cache.tokenizer_hash(used) == before
+    before = cache.tokenizer_hash(new_tokenizer())
+    assert cache.tokenizer_hash(new_tokenizer()) == before
+    assert cache.tokenizer_hash(new_tokenizer(eos="<|end|>")) != before
+    assert cache.tokenizer_hash(new_tokenizer(chat_template="x")) != before
+    extended = new_tokenizer()
+    extended.add_tokens(["word"])
+    assert cache.tokenizer_hash(extended) != before
 
 
 def test_a_cache_that_cannot_be_written_is_named(tokenizer, write_rows, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cannot unpack .*a\.jsonl into .*; set LOLCATS_CACHE"):
+    with pytest.raises(UserError, match=r"cannot read .*a\.jsonl: .* or LOLCATS_CACHE"):
         make(section(write_rows("a.jsonl", texts(10, "a"))), tokenizer)
 
 

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import errno
 import gzip
-import json
 from pathlib import Path
 
 import datasets
-import pyarrow
 import pytest
 
 from lolcats.config import DataSource
@@ -55,14 +52,13 @@ def test_folder_and_pattern_are_read_in_order(tmp_path: Path, write_rows) -> Non
     assert read(tmp_path / "data" / "b" / "*.jsonl") == ROWS[1:]
 
 
-def test_max_rows_and_content_hash(tmp_path: Path, write_rows) -> None:
+def test_max_rows_and_fingerprint(write_rows) -> None:
     path = write_rows("a.jsonl", ROWS)
     assert read(path, max_rows=2) == ROWS[:2]
-    first = open_source(DataSource(path=path)).content_hash
-    copy = write_rows("elsewhere/b.jsonl", ROWS)
-    assert open_source(DataSource(path=copy)).content_hash == first
-    write_rows("a.jsonl", ROWS[:2])
-    assert open_source(DataSource(path=path)).content_hash != first
+    first = open_source(DataSource(path=path)).fingerprint
+    assert open_source(DataSource(path=path)).fingerprint == first
+    write_rows("a.jsonl", [*ROWS[:2], ROWS[1]])
+    assert open_source(DataSource(path=path)).fingerprint != first
 
 
 def test_demo_text_is_shipped_with_its_attribution(tmp_path: Path) -> None:
@@ -134,44 +130,37 @@ def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": "y"}\n{"text": \n', r"a\.jsonl, line 3: not valid JSON"),
-        ("a.json", '[{"text": "x"},\n{"text" "y"}]', r"a\.json, line 2: not valid JSON"),
-        ("a.jsonl", "not json at all", r"a\.jsonl, line 1: not valid JSON"),
-        ("a.jsonl", "", r"a\.jsonl holds no rows"),
-        ("a.jsonl.gz", "not gzip", r"cannot read .*a\.jsonl\.gz: "),
-        ("a.parquet", "not parquet", r"cannot read .*a\.parquet: "),
-        ("a.json", "[]", r"a\.json holds no rows"),
-        ("a.jsonl", "[1, 2]\n[3]\n", r"a\.jsonl, line 2: not valid JSON .Extra data"),
-        ("a.jsonl", "[1, 2]", r"a\.jsonl, item 1: expected an object with named columns, got a int"),
-        ("a.csv", "a,b\n1,2,3\n", r"a\.csv, line 2: more cells than the 2 columns of its first line"),
-        ("a.jsonl", '"x"\n"y"\n', r"a\.jsonl, line 1: expected an object with named columns, got a str"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "y"}\n{"text": \n', r"cannot read .*a\.jsonl: .* in row 2"),
+        ("a.json", b'[{"text": "x"},\n{"text" "y"}]', r"cannot read .*a\.json: .*No ':' found"),
+        ("a.jsonl", b"", r"a\.jsonl: it holds no rows"),
+        ("a.jsonl.gz", b"not gzip", r"cannot read .*a\.jsonl\.gz: "),
+        ("a.parquet", b"not parquet", r"cannot read .*a\.parquet: "),
+        ("a.jsonl", b'"x"\n"y"\n', r"cannot read .*a\.jsonl: .* in row 0"),
+        *(
+            (f"a.{kind}", b'{"text": "x"}\n{"text": "\xe9"}', r"can't decode byte 0xe9")
+            for kind in ("json", "csv", "txt")
+        ),
     ],
 )
-def test_bad_files(tmp_path: Path, capfd, name: str, content: str, complaint: str) -> None:
-    (tmp_path / name).write_text(content)
+def test_bad_files(tmp_path: Path, capfd, name: str, content: bytes, complaint: str) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=complaint):
         read(tmp_path / name)
     assert capfd.readouterr().err == ""  # said once, by the exception
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.zst", "a.jsonl.zst"])
-def test_tables_and_packed_files(tmp_path: Path, name: str) -> None:
-    text = 'text,n\n"two\nlines, one ""cell""",1\nNone,\nnull,3\n'.replace(",", "\t" if ".tsv" in name else ",")
-    if "json" in name:
-        text = "".join(json.dumps({"text": value, "n": "1"}) + "\n" for value in ("two", "None"))
-    data = b"\xef\xbb\xbf" + text.encode()
-    (tmp_path / name).write_bytes(pyarrow.compress(data, "zstd", asbytes=True) if name.endswith("zst") else data)
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_tables(tmp_path: Path, name: str) -> None:
+    comma = "\t" if name == "a.tsv" else ","
+    text = 'text,n\n"two\nlines, one ""cell""",1\nNone,\nnull,3\n'.replace(",", comma)
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
     rows = read(tmp_path / name)
-    if "json" in name:
-        assert [row["text"] for row in rows] == ["two", "None"]
-    else:
-        comma = "\t" if ".tsv" in name else ","
-        assert [row["text"] for row in rows] == [f'two\nlines{comma} one "cell"', "None", "null"]
-        assert [row["n"] for row in rows] == ["1", None, "3"]
+    assert [row["text"] for row in rows] == [f'two\nlines{comma} one "cell"', "None", "null"]
+    assert [row["n"] for row in rows] == ["1", None, "3"]
 
 
 def test_columns_may_come_late_and_be_of_any_type(tmp_path: Path, write_rows) -> None:
-    """What Arrow would refuse: it takes types from the first 10 MB."""
+    """What Arrow would refuse with types from the first 10 MB."""
     rows = [{"text": "x" * 1000, "late": None, "other": n} for n in range(11_000)]
     rows += [{"text": "end", "late": "here", "other": ["any", {"thing": 1}], "instruction": "i"}]
     found = read(write_rows("a.jsonl", rows))
@@ -183,17 +172,6 @@ def test_nested_values_stay_as_they_are(tmp_path: Path, write_rows) -> None:
     rows = [{"messages": [{"role": "user", "content": part, "extra": {part: 1}}]} for part in ("a", "b")]
     rows[1]["messages"][0]["content"] = [{"type": "text", "text": "b"}]
     assert read(write_rows("a.jsonl", rows)) == rows
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
-def test_other_encodings_are_named_with_the_place(tmp_path: Path, name: str) -> None:
-    text = {"a.jsonl": '{"text": "x"}\n{"text": "\xe9"}\n', "a.csv": "text\n  \xe9\n", "a.txt": "x\n\xe9"}[name]
-    (tmp_path / name).write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=rf"{name}, line 2, byte \d+: 0xe9 is not UTF-8; .*iconv -f LATIN1 -t UTF-8"):
-        read(tmp_path / name)
-    (tmp_path / name).write_text(text, encoding="utf-16")
-    with pytest.raises(UserError, match=rf"{name}, line 1, byte 1: 0xff is not UTF-8; .*iconv -f UTF-16 "):
-        read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -229,18 +207,6 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
         read(tmp_path / "one", split="test")
 
 
-def test_a_full_disk_is_no_damaged_file(monkeypatch, tmp_path: Path, write_rows) -> None:
-    def full(*_args, **_options):
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as error:
-            raise RuntimeError("wrapped") from error
-
-    monkeypatch.setattr(sources.datasets.Dataset, "from_generator", full)
-    with pytest.raises(UserError, match=r"no room to unpack .* set LOLCATS_CACHE"):
-        read(write_rows("a.jsonl", ROWS))
-
-
 def test_hub_data_sets(monkeypatch, tmp_path: Path) -> None:
     asked = []
 
@@ -252,7 +218,7 @@ def test_hub_data_sets(monkeypatch, tmp_path: Path) -> None:
     opened = open_source(DataSource(path="some/name", name="sub", split="test", max_rows=1))
     assert asked == [(("some/name", "sub"), {"split": "test"})]
     assert opened.rows().to_list() == ROWS[:1]
-    assert opened.content_hash.startswith("hub:")
+    assert opened.fingerprint
 
     def unreachable(*_args, **_options):
         try:

@@ -61,9 +61,9 @@ def test_damage_is_found_and_prepared_again(configure, tmp_path):
     folder = tmp_path / "jobs"
     config = configure(transfer={"block_layers": 2})
     jobs.prepare(config, folder, QUIET)
-    tokens = folder / "data" / "train-input_ids.npy"
-    tokens.write_bytes(tokens.read_bytes()[:-4] + b"\1\0\0\0")
-    with pytest.raises(UserError, match=r"packed data .* have changed"):
+    tokens = folder / jobs.DATA_FILE
+    tokens.write_bytes(tokens.read_bytes()[:-4])
+    with pytest.raises(UserError, match=r"packed data .* cannot be read"):
         jobs.train_one(folder, 0, QUIET)
     (folder / "inputs" / "block-001-train.rows").unlink()
     jobs.prepare(config, folder, QUIET)

@@ -84,7 +84,7 @@ Sources = Annotated[
     typer.Option(
         "--data",
         metavar="PATH[,KEY=VALUE]...",
-        help="Hub id, local json(l), csv, tsv, parquet or txt (.gz, .zst), `demo`, or `self`: what the model writes;"
+        help="Hub id, local json(l), csv, tsv, parquet or txt (.gz), `demo`, or `self`: what the model writes;"
         " repeatable. Keys: weight, split, name, format, answers, text_column, max_rows, loss_on.",
     ),
 ]

@@ -42,13 +42,15 @@ def build_datasets(
     sequence_limit(config)
     # The seed matters, and enters the cache's key, only where a choice of sequences is made.
     chosen = len(opened) > 1 and (is_weighted(config.sources) or config.max_train_tokens is not None)
-    directory = _directory(config, opened, tokenizer, "training", seed if chosen else None)
+    file = _cache_file(config, opened, tokenizer, "training", seed if chosen else None)
 
-    def build() -> tuple[PackedDataset, PackedDataset]:
+    def build() -> dict[str, PackedDataset]:
         with progress_bar(progress) as bar:
-            return training_and_validation(config, opened, tokenizer, seed, bar)
+            train, validation = training_and_validation(config, opened, tokenizer, seed, bar)
+            return {"train": train, "validation": validation}
 
-    train, validation = cache.load_or_build(directory, ("train", "validation"), build)
+    splits = cache.load_or_build(file, build)
+    train, validation = splits["train"], splits["validation"]
     tell_skipped(progress, train, validation)
     last = max(int(split.input_ids.max()) for split in (train, validation))
     if vocabulary is not None and last >= vocabulary:
@@ -73,14 +75,14 @@ def build_evaluation_dataset(config: DataSection, tokenizer: Any, *, progress: b
     each source is filled up (with tokens that are not labels) instead of dropped.
     """
     opened = _open(config)
-    directory = _directory(config, opened, tokenizer, "evaluation", None)
+    file = _cache_file(config, opened, tokenizer, "evaluation", None)
 
-    def build() -> tuple[PackedDataset]:
+    def build() -> dict[str, PackedDataset]:
         with progress_bar(progress) as bar:
             parts = [pack_rows(config, source, source.rows(True), 0, tokenizer, bar, pad=True) for source in opened]
-        return (first_sequences(config, parts),)
+        return {"evaluation": first_sequences(config, parts)}
 
-    (data,) = cache.load_or_build(directory, ("evaluation",), build)
+    data = cache.load_or_build(file, build)["evaluation"]
     tell_skipped(progress, data)
     return data
 
@@ -111,7 +113,7 @@ def _open(config: DataSection) -> list[sources.OpenSource]:
     return [sources.open_source(source) for source in config.sources]
 
 
-def _directory(
+def _cache_file(
     config: DataSection,
     opened: list[sources.OpenSource],
     tokenizer: Any,
@@ -126,12 +128,12 @@ def _directory(
             "data_format": cache.DATA_FORMAT,
             "kind": kind,
             "config": settings,
-            "content": [source.content_hash for source in opened],
+            "content": [source.fingerprint for source in opened],
             "tokenizer": cache.tokenizer_hash(tokenizer),
             "seed": seed,
         }
     )
-    return cache.cache_directory() / f"packed-{key[:32]}"
+    return cache.cache_directory() / f"packed-{key[:32]}.safetensors"
 
 
 def progress_bar(shown: bool) -> Progress:

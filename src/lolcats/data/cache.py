@@ -6,17 +6,17 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from lolcats.data.packed import PackedDataset
 
-DATA_FORMAT = 3  # raise when the same inputs would give other tokens, labels or files
+DATA_FORMAT = 4  # raise when the same inputs would give other tokens, labels or files
 ARRAYS = ("input_ids", "label_mask")
 
 logger = logging.getLogger(__name__)
@@ -47,64 +47,38 @@ def content_hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
-def load_or_build(
-    directory: Path, names: tuple[str, ...], build: Callable[[], tuple[PackedDataset, ...]]
-) -> tuple[PackedDataset, ...]:
-    """The splits `names` from the cache; if they are not there, what `build` makes, which is kept for the next time."""
-    splits = load(directory, names)
-    if splits is None:
-        splits = build()
-        if save(directory, dict(zip(names, splits, strict=True))):
-            splits = load(directory, names) or splits
-    return splits
-
-
-def load(directory: Path, names: tuple[str, ...]) -> tuple[PackedDataset, ...] | None:
-    """The splits `names`, memory-mapped; None if they are not there or not whole."""
-    loaded = []
+def load_or_build(file: Path, build: Callable[[], dict[str, PackedDataset]]) -> dict[str, PackedDataset]:
+    """Data by split from the cache; if they are not there, what `build` makes, which is kept for the next time."""
     try:
-        for name in names:
-            saved = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
-            arrays = {
-                array: np.load(directory / f"{name}-{array}.npy", mmap_mode="r", allow_pickle=False)
-                for array in saved["shapes"]
-            }
-            if any(list(arrays[array].shape) != shape for array, shape in saved["shapes"].items()):
-                raise ValueError("arrays of another shape")
-            loaded.append(PackedDataset(**arrays, info=saved["info"]))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError) as error:
-        logger.warning("ignoring the damaged data cache %s (%s)", directory, error)
-        return None
-    return tuple(loaded)
-
-
-def save(directory: Path, splits: dict[str, PackedDataset]) -> bool:
-    """Write `splits` into `directory`, all or nothing. False (and a warning) if the disk refuses."""
-    parent = directory.parent
+        return load(file)
+    except (OSError, SafetensorError) as error:
+        if file.exists():
+            logger.warning("ignoring the damaged data cache %s (%s)", file, error)
+    splits = build()
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=parent) as folder:
-            partial = Path(folder) / "splits"
-            partial.mkdir()
-            for split, data in splits.items():
-                _write(partial, split, data)
-            if load(directory, tuple(splits)) is None:  # no other process was quicker
-                shutil.rmtree(directory, ignore_errors=True)
-                os.rename(partial, directory)
+        save(file, splits)
     except OSError as error:
-        logger.warning("cannot cache the tokenised data in %s: %s", parent, error)
-        return False
-    return True
+        logger.warning("cannot cache the tokenised data in %s: %s", file.parent, error)
+        return splits
+    return load(file)
 
 
-def _write(directory: Path, name: str, data: PackedDataset) -> None:
-    arrays = {array: getattr(data, array) for array in ARRAYS}
-    for array, values in arrays.items():
-        with (directory / f"{name}-{array}.npy").open("wb") as stream:
-            np.save(stream, values, allow_pickle=False)
-            stream.flush()
-            os.fsync(stream)
-    shapes = {array: values.shape for array, values in arrays.items()}
-    (directory / f"{name}.json").write_text(json.dumps({"shapes": shapes, "info": data.info}), encoding="utf-8")
+def load(file: Path) -> dict[str, PackedDataset]:
+    """Data by split in alphabetical order, memory-mapped."""
+    with safe_open(file, "pt") as stored:
+        return {
+            split: PackedDataset(
+                **{array: stored.get_tensor(f"{split}/{array}").numpy() for array in ARRAYS}, info=json.loads(info)
+            )
+            for split, info in sorted(stored.metadata().items())
+        }
+
+
+def save(file: Path, splits: dict[str, PackedDataset]) -> None:
+    """Write data by split, all or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=file.parent) as folder:
+        partial = Path(folder) / file.name
+        arrays = {f"{split}/{array}": getattr(data, array) for split, data in splits.items() for array in ARRAYS}
+        save_file(arrays, partial, {split: json.dumps(data.info) for split, data in splits.items()})
+        partial.replace(file)

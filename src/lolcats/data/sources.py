@@ -1,54 +1,47 @@
 """Opening the data sets of the mixture: hub, local files, or the text shipped with the package.
 
-Hub data sets and Parquet are read by the `datasets` library. Rows of the other files are parsed here and kept as
-`datasets.Json`, whose columns need no common type; this module finds files, tells formats apart by their columns and
-turns failures into messages.
+`datasets` reads and caches all but text files, which become paragraphs. This module finds files, tells formats apart by
+their columns and turns failures into messages.
 """
 
 from __future__ import annotations
 
-import csv
-import errno
 import glob
-import hashlib
-import io
-import json
-import os
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+import fsspec
+import pandas
 import pyarrow
 from datasets import data_files
 
 from lolcats.config import DataSource
 from lolcats.data import passkey
-from lolcats.data.cache import DATA_FORMAT, cache_directory
+from lolcats.data.cache import cache_directory
 from lolcats.data.templates import CONTINUES, CONVERSATIONS, PAIRS
 from lolcats.errors import UserError
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_EVALUATION = 200  # rows of the shipped text, its first ones, that are never trained on
 SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".txt": "text"}
-READABLE = ".json, .jsonl, .csv, .tsv, .parquet or .txt (each also with .gz or .zst, except .parquet)"
+READABLE = ".json, .jsonl, .csv, .tsv, .parquet or .txt (each also with .gz, except .parquet)"
 RETRIEVAL_TEXTS = 2000  # without max_rows: 4 million tokens in texts of 2048
+WHOLE_FILE = 2**30  # bytes from which `datasets` takes the types of JSON's columns
 Format = Literal["alpaca", "chat", "prompt", "text", "passkey", "retrieval"]
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that exists, with the hash of its content; `rows` reads it."""
+    """A source that exists, its rows (at most `max_rows`), and what tells its content from other content."""
 
     source: DataSource
-    content_hash: str
-    files: tuple[Path, ...] = ()
-    hub_data: Any = None
+    data: datasets.Dataset
+    fingerprint: str
 
     @property
     def reserved(self) -> int:
@@ -56,46 +49,73 @@ class OpenSource:
         return DEMO_EVALUATION if self.source.path == "demo" else 0
 
     def rows(self, evaluation: bool = False) -> datasets.Dataset:
-        """All rows (at most `max_rows`). Those of local files are unpacked into the data cache, once for one content.
+        """All rows.
 
         evaluation: only those that are reserved, if any are.
         """
-        data = self.hub_data if self.hub_data is not None else _read_files(self)
-        most = min(self.source.max_rows or len(data), self.reserved if evaluation and self.reserved else len(data))
-        data = data.select(range(most)) if most < len(data) else data
-        if len(data) == 0:
-            raise UserError(f"{self.source.path} holds no rows")
-        return data
+        return self.data.select(range(self.reserved)) if evaluation and self.reserved else self.data
 
 
 def open_source(source: DataSource) -> OpenSource:
-    """Find a source and hash its content; hub data sets are downloaded (or found in the hub's cache)."""
+    """Find a source; its rows are downloaded or unpacked, once for one content."""
+    fingerprint = ""
     if source.path == "retrieval":
-        numbers = {"index": list(range(source.max_rows or RETRIEVAL_TEXTS))}
-        around = open_source(DataSource(path=source.haystack))
-        hash_of_all = f"retrieval:2:{around.content_hash}"
-        return OpenSource(source, hash_of_all, hub_data=datasets.Dataset.from_dict(numbers))
-    if source.path == "passkey":
-        rows = passkey.draw(source.max_rows or passkey.TRAINING_SAMPLES, source.seed)
-        return OpenSource(source, "passkey:1", hub_data=datasets.Dataset.from_list(rows))
+        data = datasets.Dataset.from_dict({"index": list(range(source.max_rows or RETRIEVAL_TEXTS))})
+        fingerprint = f"retrieval:2:{open_source(DataSource(path=source.haystack)).fingerprint}"
+    elif source.path == "passkey":
+        data = datasets.Dataset.from_list(passkey.draw(source.max_rows or passkey.TRAINING_SAMPLES, source.seed))
+        fingerprint = "passkey:1"
+    else:
+        with quiet(), _explained(source):
+            data = _load(source)
+    if len(data) == 0:
+        raise UserError(f"{source.path} holds no rows")
+    fingerprint = fingerprint or data._fingerprint
+    data = data.select(range(min(source.max_rows or len(data), len(data))))
+    return OpenSource(source, data, fingerprint)
+
+
+def _load(source: DataSource) -> datasets.Dataset:
+    place = Path(source.path).expanduser()
     if source.path == "demo":
         files = sorted(DEMO.glob("*.jsonl.gz"))
-    elif (saved := _load_saved(source)) is not None:
-        return OpenSource(source, f"saved:{saved._fingerprint}", hub_data=saved)
+    elif any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        saved = datasets.load_from_disk(str(place))
+        return _choose_split(source, saved if isinstance(saved, datasets.DatasetDict) else {"train": saved})
     elif _is_local(source.path):
         files = _find_files(source)
     else:
-        with _hub_errors(source), quiet():
-            data = datasets.load_dataset(source.path, source.name, split=source.split)
-        return OpenSource(source, f"hub:{data._fingerprint}", hub_data=data)
-    digest = hashlib.sha256()
-    for file in files:
-        content = hashlib.sha256()
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                content.update(block)
-        digest.update(f"{_kind(file)}:{content.hexdigest()};".encode())
-    return OpenSource(source, f"sha256:{digest.hexdigest()}", files=tuple(files))
+        return datasets.load_dataset(source.path, source.name, split=source.split)
+    options: dict[str, Any] = {}
+    kind = _kind(files[0])
+    if kind == "text":
+        return datasets.Dataset.from_list([row for file in files for row in _paragraphs(file)])
+    if kind in ("csv", "tsv"):
+        options = {
+            "sep": "\t" if kind == "tsv" else ",",
+            "keep_default_na": False,
+            "na_values": [""],
+            "index_col": False,
+        }
+        names = pandas.read_csv(files[0], sep=options["sep"], nrows=0).columns
+        options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+        kind = "csv"
+    elif kind == "json":
+        options = {"chunksize": WHOLE_FILE, "encoding": "utf-8-sig"}
+    names, folder = [glob.escape(str(file.resolve())) for file in files], str(cache_directory() / "rows")
+    return datasets.load_dataset(kind, data_files=names, split="train", cache_dir=folder, **options)
+
+
+def _paragraphs(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a text file, which is one document, so that some can be the validation split.
+
+    Every paragraph but the first keeps the blank line before it: joined, they are the file again.
+    """
+    with fsspec.open(str(file), "rt", compression="infer", encoding="utf-8-sig") as stream:
+        text = stream.read().strip()
+    parts = re.split(r"(?<=\S)(?=[^\S\n]*\n[^\S\n]*\n\s*\S)", text) if text else []
+    for number, part in enumerate(parts, 1):
+        yield {"text": part, CONTINUES: number < len(parts)}
 
 
 def detect_format(source: DataSource, columns: list[str]) -> Format:
@@ -138,21 +158,7 @@ def _is_local(path: str) -> bool:
 def _kind(file: Path) -> str | None:
     """What a file's name says that it holds (`SUFFIXES`); None: nothing that is read here."""
     name = file.name.lower()
-    return SUFFIXES.get(Path(name.removesuffix(".gz").removesuffix(".zst")).suffix)
-
-
-def _load_saved(source: DataSource) -> Any:
-    """A folder that `save_to_disk` wrote, of a data set or of several splits; None if it is none."""
-    place = Path(source.path).expanduser()
-    if not any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return None
-    try:
-        with quiet():
-            saved = datasets.load_from_disk(str(place))
-    except Exception as error:  # whatever reading raises concerns these files
-        raise UserError(f"cannot read {source.path}: {root_cause(error)}") from error
-    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-    return _choose_split(source, splits)
+    return SUFFIXES.get(Path(name.removesuffix(".gz")).suffix)
 
 
 def _choose_split(source: DataSource, splits: Any) -> Any:
@@ -199,145 +205,31 @@ def _by_split(folder: Path) -> dict[str, list[Path]]:
     return {}
 
 
-def _read_files(opened: OpenSource) -> datasets.Dataset:
-    source, files, unpacked = opened.source, opened.files, cache_directory() / "rows"
-    try:
-        unpacked.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot unpack {source.path} into {unpacked} ({error}); set LOLCATS_CACHE") from error
-    try:
-        with quiet():
-            if _kind(files[0]) == "parquet":
-                names = [glob.escape(str(file.resolve())) for file in files]
-                return datasets.load_dataset("parquet", data_files=names, split="train", cache_dir=str(unpacked))
-            columns = dict.fromkeys(chain.from_iterable(_rows_of(files)))
-            if not columns:
-                raise UserError(f"{source.path} holds no rows")
-            return datasets.Dataset.from_generator(
-                lambda: (encoded(row, columns) for row in _rows_of(files)),
-                features=json_features(columns),
-                cache_dir=str(unpacked),
-                fingerprint=f"{DATA_FORMAT}-{opened.content_hash[-32:]}",
-            )
-    except Exception as error:  # whatever reading raises concerns these files
-        if told := [cause for cause in _causes(error) if isinstance(cause, UserError)]:
-            raise told[0] from None
-        cause = root_cause(error)
-        if any(os.strerror(number) in cause for number in (errno.ENOSPC, errno.EDQUOT)):
-            raise UserError(
-                f"no room to unpack {source.path} in {unpacked} ({cause}); make some, or set LOLCATS_CACHE to a"
-                " folder on another disk"
-            ) from error
-        raise UserError(f"cannot read {source.path}: {cause}") from error
-
-
-def json_features(columns: Iterable[str]) -> datasets.Features:
-    """Columns that hold anything that JSON has, row by row."""
-    return datasets.Features({name: datasets.Json() for name in columns})
-
-
-def encoded(row: dict[str, Any], columns: Iterable[str]) -> dict[str, Any]:
-    """A row for `json_features`, which would take the text "42" for a number."""
-    return {name: None if row.get(name) is None else json.dumps(row[name]) for name in columns}
-
-
-def _rows_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """All rows of files."""
-    return chain.from_iterable(map(_file_rows, files))
-
-
-def _file_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a file that is not Parquet.
-
-    A text file is one document; its paragraphs become rows, so that some can be the validation split. Every paragraph
-    but the first keeps the blank line before it: joined, they are the file again.
-    """
-    kind = _kind(file)
-    if kind == "text":
-        text = "".join(_lines(file)).replace("\r\n", "\n").strip()
-        parts = re.split(r"(?<=\S)(?=[^\S\n]*\n[^\S\n]*\n\s*\S)", text) if text else []
-        for number, part in enumerate(parts, 1):
-            yield {"text": part, CONTINUES: number < len(parts)}
-    elif kind in ("csv", "tsv"):
-        csv.field_size_limit(sys.maxsize)
-        reader = csv.DictReader(_lines(file), delimiter="\t" if kind == "tsv" else ",")
-        for row in reader:
-            if None in row:
-                raise UserError(
-                    f"{file}, line {reader.line_num}: more cells than the {len(row) - 1} columns of its first line"
-                )
-            yield {name: value or None for name, value in row.items()}
-    else:
-        yield from _json_rows(file)
-
-
-def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Rows of JSON lines, or of one value: an array of rows, or a row over several lines."""
-
-    def parse(text: str, line: int) -> Any:
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {line + error.lineno - 1}: not valid JSON ({error.msg})") from error
-
-    numbered = ((number, line) for number, line in enumerate(_lines(file), 1) if line.strip())
-    number, head = next(numbered, (1, "[]"))
-    unit, whole = "line", head.lstrip().startswith("[")
-    try:
-        rows: Any = chain(
-            [(number, json.loads(head))], ((number, parse(line.strip(), number)) for number, line in numbered)
-        )
-    except json.JSONDecodeError:
-        whole = True
-    if whole:
-        value = parse("".join(_lines(file)) or head, 1)
-        unit, rows = "item", enumerate(value if isinstance(value, list) else [value], 1)
-    for number, row in rows:
-        if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise UserError(f"{file}, {unit} {number}: expected an object with named columns, got a {kind}")
-        yield row
-
-
-def _lines(file: Path) -> Iterator[str]:
-    """Lines of UTF-8 text, unpacked, with their ends."""
-    try:
-        with io.BufferedReader(pyarrow.input_stream(str(file))) as stream:
-            for number, line in enumerate(stream, 1):
-                try:
-                    yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    encoding = "UTF-16" if line[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-                    raise UserError(
-                        f"{file}, line {number}, byte {error.start + 1}: 0x{line[error.start]:02x} is not UTF-8;"
-                        f" convert it (unpacked): iconv -f {encoding} -t UTF-8 OLD > NEW"
-                    ) from error
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error}") from error
-
-
 @contextmanager
-def _hub_errors(source: DataSource) -> Iterator[None]:
+def _explained(source: DataSource) -> Iterator[None]:
+    """Errors of `datasets` by their first cause."""
     try:
         yield
-    except Exception as error:  # network, authorisation, or a data set that is itself broken
-        raise UserError(
-            f"cannot load data set {source.path!r}, which is no local file or folder, from the hub: "
-            f"{root_cause(error)}: check the connection, the name and split ({source.split!r}), log in with"
-            " `hf auth login`, or give a local file"
-        ) from error
-
-
-def root_cause(error: BaseException) -> str:
-    """The first cause in a chain of exceptions, on one line."""
-    *_, first = _causes(error)
-    return f"{type(first).__name__}: {' '.join(str(first).split())[:500]}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    except UserError:
+        raise
+    except Exception as error:  # network, authorisation, a full disk, or data that are themselves broken
+        causes: list[BaseException] = [error]
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
+            causes.append(cause)
+        # Arrow names the row; pandas, which `datasets` tries after it, does not.
+        first = next((cause for cause in causes if isinstance(cause, pyarrow.ArrowInvalid)), causes[-1])
+        why = f"{type(first).__name__}: {' '.join(str(first).split())[:500]}"
+        if isinstance(first, StopIteration):
+            why = "it holds no rows"
+        if source.path == "demo" or _is_local(source.path):
+            message = f"cannot read {source.path}: {why} (rows are unpacked in {cache_directory()}, or LOLCATS_CACHE)"
+        else:
+            message = (
+                f"cannot load data set {source.path!r}, which is no local file or folder, from the hub: {why}: check"
+                f" the connection, the name and split ({source.split!r}), log in with `hf auth login`, or give a local"
+                " file"
+            )
+        raise UserError(message) from error
 
 
 @contextmanager

@@ -1,24 +1,23 @@
 """Blocks as independent jobs over hidden states that one pass of the original model wrote.
 
-A job folder holds everything but the base model's weights: `config.yaml`, `job.json`, `data/` (the packed
-sequences), `inputs/` (activation caches, a pair per block) and `blocks/` (one folder of checkpoints per block). Any
-machine that sees the folder and the model can train a block; blocks do not wait for one another.
+A job folder holds everything but the base model's weights: `config.yaml`, `job.json`, `data.safetensors` (the
+packed sequences), `inputs/` (activation caches, a pair per block) and `blocks/` (one folder of checkpoints per
+block). Any machine that sees the folder and the model can train a block; blocks do not wait for one another.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from safetensors import SafetensorError
 
 from lolcats.config import LinearizeConfig, differences, merge
 from lolcats.conversion import covered_positions, stage_section
 from lolcats.data import PackedDataset, build_datasets, cache
 from lolcats.data.build import moved
-from lolcats.data.packed import fingerprint
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import PartialModel, load_in_parts
@@ -29,7 +28,7 @@ from lolcats.training.run_folder import LOCK_FILE, FolderLock
 
 CONFIG_FILE = "config.yaml"
 JOB_FILE = "job.json"
-SPLITS = ("train", "validation")
+DATA_FILE = "data.safetensors"
 
 
 def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
@@ -50,7 +49,8 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     section = stage_section(config, "transfer", partial.model.model)
     console.print(covered_positions({"transfer": section}, partial.model.model), highlight=False, soft_wrap=True)
     vocabulary = partial.model.config.text_config.vocab_size
-    data = dict(zip(SPLITS, build_datasets(section, tokenizer, seed=config.seed, vocabulary=vocabulary), strict=True))
+    train, validation = build_datasets(section, tokenizer, seed=config.seed, vocabulary=vocabulary)
+    data = {"train": train, "validation": validation}
     own = _identity(config, data)
     content = {"identity": own, "data": {split: packed.info for split, packed in data.items()}}
     if file.is_file():
@@ -58,10 +58,8 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     blocks = Blocks(config, partial, data, folder / "blocks", own, console, inputs=folder / "inputs")
     warn_of_few_updates("transfer", config.transfer, len(data["train"]), console)
     blocks.check_space(len(blocks.blocks) - 1)
-    shutil.rmtree(folder / "data", ignore_errors=True)  # it may be damaged
-    if not cache.save(folder / "data", data):
-        raise UserError(f"cannot write the packed data to {folder / 'data'}; make room and repeat")
     try:
+        cache.save(folder / DATA_FILE, data)
         (folder / CONFIG_FILE).write_text(config.to_yaml())
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
@@ -116,18 +114,15 @@ def packed_data(folder: Path) -> dict[str, PackedDataset]:
     """The data of a job folder by split, at the positions of their tokens.
 
     Raises:
-        UserError: they cannot be read, or have changed.
+        UserError: they cannot be read.
     """
-    info = _content(folder)["data"]
-    loaded = cache.load(folder / "data", SPLITS)
-    if loaded is None:
-        raise UserError(f"the packed data in {folder} cannot be read; prepare the job folder again")
-    for split, data in zip(SPLITS, loaded, strict=True):
-        if fingerprint(*(getattr(data, name) for name in cache.ARRAYS)) != info[split]["fingerprint"]:
-            raise UserError(
-                f"the packed data in {folder} have changed since they were written; prepare the job folder again"
-            )
-    return dict(zip(SPLITS, loaded, strict=True))
+    _content(folder)
+    try:
+        return cache.load(folder / DATA_FILE)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the packed data in {folder} cannot be read ({error}); prepare the job folder again"
+        ) from error
 
 
 def open_blocks(

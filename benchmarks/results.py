@@ -381,7 +381,7 @@ def frontier(results: Results) -> Figure:
         for (label, titles), style in zip(ABLE.items(), ("C0o", "C1s", "k^"), strict=True):
             for title in titles:
                 runs = [run for run in results.ability if run["row"] == title]
-                sizes = {run["cache_mib"][length] for run in runs}
+                sizes = {round(run["cache_mib"][length], 1) for run in runs}
                 mean = statistics.fmean([run["found"][name]["percent"] for run in runs for name in names] or [0.0])
                 axis.plot([*sizes], [mean] * len(sizes), style, label=label if title == titles[0] else None)
                 name = title.partition(":")[0].replace("...", "25 %, 8 bits").removesuffix(", no linear part")

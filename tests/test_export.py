@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lolcats.checkpoint.write import export, staged
+from lolcats.checkpoint.write import export
 from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
-from lolcats.report import REPORT_FILE
 from lolcats.training.lora import add_lora
 
 
@@ -133,28 +132,3 @@ def test_a_full_disk_replaces_nothing(adapted, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left"):
         export(*adapted(), output, report={}, card="after")
     assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
-
-
-def write_export(output, version, names):
-    """A small export: `names` and a report that lists them."""
-    with staged(output) as staging:
-        for name in [*names, "config.json"]:
-            (staging / name).parent.mkdir(exist_ok=True)
-            (staging / name).write_text(f"{version} {name}")
-        (staging / REPORT_FILE).write_text(json.dumps({"version": version, "files": [*names, "config.json"]}))
-
-
-@pytest.mark.parametrize("name", ["../outside.txt", "run/config.yaml", "adapter/../../outside.txt", "ABSOLUTE"])
-def test_files_that_a_report_names_elsewhere_are_left_alone(tmp_path, name):
-    output, outside = tmp_path / "out", tmp_path / "outside.txt"
-    write_export(output, "old", ["model.safetensors"])
-    (output / "run").mkdir()
-    (output / "adapter").mkdir()
-    for file in (outside, output / "run" / "config.yaml"):
-        file.write_text("mine")
-    listed = str(outside) if name == "ABSOLUTE" else name
-    (output / REPORT_FILE).write_text(json.dumps({"files": [listed, 7, "config.json"]}))
-    write_export(output, "new", ["model.safetensors"])
-    assert outside.read_text() == (output / "run" / "config.yaml").read_text() == "mine"
-    (output / REPORT_FILE).write_text(json.dumps([1]))
-    write_export(output, "newer", ["model.safetensors"])  # a report of someone else

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 from typer.testing import CliRunner
 
-from lolcats.checkpoint.push import prepare
+from lolcats.checkpoint.push import push
 from lolcats.cli.app import app
 from lolcats.errors import UserError
 from lolcats.report import card_head
@@ -73,22 +73,13 @@ def test_the_card_gets_base_model_and_licence(hub, folder):
     assert {"run/*", "run-old-*/*"} <= set(sent["ignore_patterns"])
 
 
-def test_terms_are_shown_and_agreed_to(hub, folder):
-    made = folder("owner/closed")
-    refused = run(made, "me/mine")
-    assert refused.exit_code != 0
-    assert "llama9 may forbid" in " ".join(refused.output.split())
-    assert not hub.sent
-    assert run(made, "me/mine", "--agree").exit_code == 0
-    assert len(hub.sent) == 2
-
-
 def test_refused(hub, folder, tmp_path):
     with pytest.raises(UserError, match="names no licence"):
-        prepare(folder("owner/silent"), "me/mine")
-    assert prepare(folder("owner/silent"), "me/mine", licence="mit").is_permissive
+        push(folder("owner/silent"), "me/mine")
     with pytest.raises(UserError, match="not a model on the hub"):
-        prepare(folder("/models/base"), "me/mine")
-    assert prepare(folder("/models/base"), "me/mine", base="owner/open").licence == "apache-2.0"
+        push(folder("/models/base"), "me/mine")
     with pytest.raises(UserError, match="holds no model"):
-        prepare(tmp_path / "absent", "me/mine")
+        push(tmp_path / "absent", "me/mine")
+    assert hub.sent == []
+    assert push(folder("owner/silent"), "me/mine", licence="mit")[0] == "mit"
+    assert push(folder("/models/base"), "me/mine", base="owner/closed")[0] == "llama9"

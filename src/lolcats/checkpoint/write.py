@@ -56,14 +56,14 @@ def export(
 ) -> None:
     """Write weights (safetensors), config, tokenizer, code for machines without lolcats, card and report.
 
-    The new folder is completed beside what `output` holds and then swapped in: all files of an export before are
-    gone afterwards, `run/` and files that no export wrote stay. All processes of a sharded model call this; rank 0
-    writes, and holds one decoder layer's weights and one shard in memory.
+    The new folder is completed beside what `output` holds and then swapped in: weights and code of an export before are
+    gone afterwards, `run/` and other files stay. All processes of a sharded model call this; rank 0 writes, and holds
+    one decoder layer's weights and one shard in memory.
 
     Args:
         model: with adapters, those of `add_lora`; others are merged before (`merge_and_unload`).
-        report: written as `lolcats_report.json`, with the files of the export and what `check` returns. If its data are
-            conversations, the generation settings end with their turns.
+        report: written as `lolcats_report.json`, with what `check` returns. If its data are conversations, the generation
+            settings end with their turns.
         weights: names and tensors, if they are not those in memory (`stored_weights`, blocks).
         dtype: type of the weights; None: as they are. Feature maps stay float32.
         as_base: write a model of the base type, with softmax attention and without feature maps.
@@ -102,7 +102,6 @@ def export(
                 (staging / "README.md").write_text(card, encoding="utf-8")
                 if check is not None:
                     report["reloaded"] = check(staging)
-                report["files"] = sorted({REPORT_FILE, *_files(staging)})
                 (staging / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
         finally:
             for _ in named:  # the other ranks count on this one also after its disk is full
@@ -225,31 +224,15 @@ def _swap(staging: Path, output: Path) -> None:
 
     config.json is the first to go and the last to come, so that nobody loads half of each.
     """
-    new = sorted(_files(staging), key=lambda name: name == "config.json")
-    old = _exported(output) - set(new)
     (output / "config.json").unlink(missing_ok=True)
-    for name in new:
+    for pattern in ("*.safetensors", "*.safetensors.index.json", *CODE_FILES):
+        for old in output.glob(pattern):
+            old.unlink()
+    new = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+    for name in sorted(new, key=lambda name: name.name == "config.json"):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / name, output / name)
-    for name in old:
-        (output / name).unlink(missing_ok=True)
     shutil.rmtree(staging, ignore_errors=True)
-
-
-def _exported(output: Path) -> set[str]:
-    """Files in `output` that its export wrote, and whatever else would be read as the model's weights or code."""
-    try:
-        listed = json.loads((output / REPORT_FILE).read_text()).get("files", [])
-    except (OSError, ValueError, AttributeError):  # no report of ours
-        listed = []
-    found = {name for name in listed if isinstance(name, str) and (output / name).parent == output}
-    for pattern in ("*.safetensors", "*.safetensors.index.json", *CODE_FILES):
-        found |= {path.name for path in output.glob(pattern)}
-    return found
-
-
-def _files(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 def write_shards(folder: Path, weights: Weights, shard_bytes: int) -> None:

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from lolcats.cli.console import notes
-from lolcats.errors import UserError
 
 
 def push(
@@ -17,25 +16,17 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="A new repository is seen by its owner alone.")] = False,
     base: Annotated[str | None, typer.Option(help="Hub id of the base model, if it was a local folder.")] = None,
     licence: Annotated[str | None, typer.Option("--license", help="For a base model whose card names none.")] = None,
-    agree: Annotated[bool, typer.Option("--agree", help="The base model's terms allow publishing this one.")] = False,
 ) -> None:
     """Publish a linearized model: weights, code and card, without the run's checkpoints.
 
-    The card gets the base model and its licence. `lolcats report` before it writes recall and other evaluations into
-    the card.
+    The card gets the base model and its licence: read whether it lets you publish a changed model. `lolcats report`
+    before it writes recall and other evaluations into the card.
 
     Examples:
 
       lolcats push out/ me/SmolLM2-135M-lolcats
     """
-    from lolcats.checkpoint.push import prepare, publish
+    from lolcats.checkpoint.push import push as send
 
-    console = notes()
-    found = prepare(folder, repository, base=base, licence=licence)
-    console.print(f"base model {found.base}, licence {found.licence} ({found.terms})", highlight=False)
-    if not found.is_permissive and not agree:
-        raise UserError(
-            f"{found.licence} may forbid to publish changed models, or ask for a name or a notice: read"
-            f" {found.terms}, then give --agree"
-        )
-    console.print(publish(found, private=private), highlight=False)
+    licence, address = send(folder, repository, base=base, licence=licence, private=private)
+    notes().print(f"licence {licence}: {address}", highlight=False)

@@ -159,5 +159,3 @@ def test_a_number_of_a_command_line():
     assert AttentionConfig(exact_window="16MiB").exact_tokens is None
     with pytest.raises(ValueError, match="exact_bits=4: expected 8"):
         AttentionConfig(exact_bits=4)
-    with pytest.raises(ValueError, match="window_size='64': expected int"):
-        AttentionConfig(window_size="64")

@@ -25,7 +25,6 @@ from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.conversion import (
     check_architecture,
     convert,
-    covered_positions,
     fit_positions,
     keep_softmax,
 )
@@ -169,7 +168,6 @@ def test_moved_positions_do_not_change_the_factors_of_longrope():
     for length, offset in ((8, 24), (32, 0), (40, 88)):  # longer ones are all on the other factors
         data = fit_positions(DataSection(sequence_length=length, position_offset="auto"), base)
         assert data.position_offset == offset
-    assert "(longrope: 32 with the same factors" in covered_positions({"transfer": data}, base)
     with pytest.raises(UserError, match=r"beyond the 32 positions that the model rotates by the same .*at most 24"):
         fit_positions(DataSection(sequence_length=8, position_offset=25), base)
 
@@ -384,14 +382,6 @@ def edit_config(folder, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_loading_a_folder(model_dir, dtype):
-    model, tokenizer = load_base_model(ModelSection(path=str(model_dir), dtype=dtype, device="cpu"))
-    assert model.dtype == (torch.float32 if dtype == "auto" else getattr(torch, dtype))
-    assert not model.training
-    assert tokenizer("w3 w4")["input_ids"] == [5, 6]
-
-
 @pytest.mark.parametrize(
     ("token", "special", "template", "named"),
     [
@@ -501,18 +491,6 @@ def test_incomplete_checkpoints_are_refused(model_dir, tmp_path, change):
         load_model(folder, device="cpu")
 
 
-def test_tied_and_ignored_tensors_may_be_absent(model_dir, tmp_path):
-    folder = shutil.copytree(model_dir, tmp_path / "model")
-    llama(vocab_size=62, tie_word_embeddings=True).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    assert "lm_head.weight" not in tensors
-    load_base_model(ModelSection(path=str(folder), device="cpu"))
-    del tensors["model.embed_tokens.weight"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="embed_tokens"):
-        load_base_model(ModelSection(path=str(folder), device="cpu"))
-
-
 def test_a_gpu_that_this_build_of_pytorch_cannot_use_is_no_silent_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -580,17 +558,6 @@ def test_gguf_weights_are_dequantized(gguf_folder, tmp_path_factory):
     input_ids = torch.randint(0, 60, (1, 12))
     loaded = AutoModelForCausalLM.from_pretrained(saved)
     assert torch.equal(loaded(input_ids).logits, converted(input_ids).logits)
-
-
-def test_a_gguf_file_without_a_tensor_is_refused(request, monkeypatch):
-    gguf = pytest.importorskip("gguf")
-    own = gguf.GGUFWriter.add_tensor
-    monkeypatch.setattr(
-        gguf.GGUFWriter, "add_tensor", lambda self, name, *a, **k: "attn_v" in name or own(self, name, *a, **k)
-    )
-    folder, _ = request.getfixturevalue("gguf_folder")
-    with pytest.raises(UserError, match="v_proj"):
-        load_base_model(ModelSection(path=str(folder), gguf_file="tiny.gguf", device="cpu"))
 
 
 @pytest.mark.parametrize(("gguf_folder", "begin"), [(True, [62]), (False, []), (None, [])], indirect=["gguf_folder"])

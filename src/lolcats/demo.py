@@ -8,7 +8,6 @@ A finished demo is shown again without training; an interrupted one resumes.
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,7 +66,7 @@ def run(output: Path, model_folder: Path, console: Console) -> dict[str, Any]:
     quiet_loading_bars()
     report = linearize(config, output, resume=True, console=console)
     console.print(_side_by_side(config, output))
-    console.print(f"{time.monotonic() - started:.0f} s. Try: {next_command(output)}", soft_wrap=True)
+    console.print(f"{time.monotonic() - started:.0f} s. Try: {sys.executable} -m lolcats chat {output}", soft_wrap=True)
     return report
 
 
@@ -75,12 +74,6 @@ def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the CPU has instructions for products of bfloat16 matrices; others are slower with it than in float32."""
     flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def next_command(output: Path) -> str:
-    """What to type next, also where the environment of `make` is not active."""
-    lolcats = "lolcats" if shutil.which("lolcats") else f"{sys.executable} -m lolcats"
-    return f"{lolcats} generate {output} --prompt 'Once upon a time'"
 
 
 def _side_by_side(config: LinearizeConfig, output: Path) -> Table:

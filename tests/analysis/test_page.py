@@ -87,7 +87,7 @@ def test_the_page_holds_everything(written, finished):
         assert wanted in page.shown
     ids = {value for tag, name, value in page.attributes if (tag, name) == ("section", "id")}
     assert ids == {
-        "results", "training", "layers", "attention", "evaluation", "configuration", "provenance"
+        "results", "training", "layers", "evaluation", "configuration", "provenance"
     }  # fmt: skip
     assert {value for tag, name, value in page.attributes if name == "href"} == {f"#{name}" for name in ids}
 
@@ -96,7 +96,7 @@ def test_charts(written):
     page = Page(written.read_text())
     assert set(page.charts) == {
         "Attention transfer: loss", "Low-rank adjusting: validation perplexity", "Low-rank adjusting: loss",
-        "Loss by layer", "Output error", "Share of the linear part", "Weight by distance", "Attention weights",
+        "Loss by layer", "Output error", "Share of the linear part", "Weight by distance",
     }  # fmt: skip
     assert [label for label in page.labels("Loss by layer") if label in ("before", "after")] == ["before", "after"]
     assert {"0", "2-3", "32-47", "softmax", "hybrid"} <= set(page.labels("Weight by distance"))

@@ -9,12 +9,9 @@ import decode
 import pytest
 import torch
 import train
-from bench_tools import random_model
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.config.attention import AttentionConfig
-from lolcats.modeling.call import SOFTMAX
 
 DECODE = [
     "decode", "--model", "tiny", "--batches", "1,2", "--softmax-batches", "1,2", "--prompt-tokens", "12",
@@ -43,12 +40,6 @@ def bench(tmp_path):
     return run
 
 
-@pytest.fixture(scope="module")
-def model():
-    config = AttentionConfig(window_size=4)
-    return random_model("tiny", config, tokens=64, dtype="float32", device="cpu")
-
-
 def test_attention(bench):
     text, report = bench(*ATTENTION)
     assert report["settings"]["attention"]["feature_dim"] == 4
@@ -61,22 +52,6 @@ def test_attention(bench):
         found["chunked", "train", 9]["median_ms"] * 1e6 / 18
     )
     assert "1 x 20" in text
-
-
-def test_no_speed_of_a_wrong_result(bench, monkeypatch):
-    """A kernel whose window factor is a hundredth too large: its speed is not printed, others' are."""
-    right = attention_calls.hybrid_attention
-
-    def slightly_wrong(q, k, v, config, params, *, backend, **options):
-        factor = 1.01 if backend == "chunked" else 1.0
-        return right(q, k, v, config, params._replace(gamma=factor * params.gamma), backend=backend, **options)
-
-    monkeypatch.setattr(attention_calls, "hybrid_attention", slightly_wrong)
-    small = ("--implementations", "chunked,reference", "--shapes", "1x20", "--window-size", "4")
-    report = bench(*ATTENTION, *small, "--modes", "forward,state,step,train")[1]
-    for row in report["rows"]:
-        assert ("median_ms" in row) == (row["implementation"] == "reference"), row
-        assert row["implementation"] == "reference" or "wrong, not timed: result 0" in row["error"]
 
 
 def test_train(bench):
@@ -137,18 +112,6 @@ def test_wrong_options(arguments, message):
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert result.exit_code == 1
     assert message in " ".join(result.stderr.split())
-
-
-def test_original_attention_is_that_of_transformers(model):
-    tokens = torch.randint(256, (1, 30), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        linear = model(tokens).logits
-        with decode.original_attention(model) as base:
-            softmax = base(tokens, attention_call=SOFTMAX).logits
-        expected = model(tokens, attention_call=SOFTMAX).logits
-        assert torch.equal(model(tokens).logits, linear)  # as before
-    torch.testing.assert_close(softmax, expected, rtol=1e-4, atol=1e-5)  # other order of sums, float32
-    assert not torch.allclose(softmax, linear, atol=1e-3)
 
 
 def test_packed_sequences(bench):

@@ -13,12 +13,11 @@ pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
 from datasets import Dataset
 from lm_eval import evaluator
 from lm_eval.api.group import AggMetricConfig, Group
-from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
-from lolcats.evaluation.lm_eval_run import LolcatsLM, lm_eval_set_up, run_ruler, run_tasks
+from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_ruler, run_tasks
 from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks, task_manager
 
 NAMES = list(PAPER_NAMES)
@@ -109,24 +108,11 @@ def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, to
         prompts.extend(request.args[0] for request in requests)
         return ["1,000 and 1 are 1,001"] * len(requests)
 
-    monkeypatch.setattr(LolcatsLM, "generate_until", generate_until)
+    monkeypatch.setattr(HFLM, "generate_until", generate_until)
     tasks = load_tasks(["gsm8k"], str(eval_data), 0, chat=True)
     found = run_tasks(softmax_model, tokenizer, tasks, chat=None)["gsm8k"]
     assert (found["value"], found["shots"], found["chat_template"]) == (pytest.approx(1 / 3), 5, True)
     assert [prompt.count("<assistant>") for prompt in prompts] == [6] * 3
-
-
-def test_the_engine_answers_as_generate_does(linear_model, tokenizer):
-    options = {"until": ["ee"], "max_gen_toks": 12, "do_sample": False}
-    texts = ["The sky is", "Which river is the longest? " * 9, "There"]
-    requests = [Instance("generate_until", {}, (text, options), index) for index, text in enumerate(texts)]
-    found, expected = (
-        adapter(pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu").generate_until(
-            requests, disable_tqdm=True
-        )
-        for adapter in (LolcatsLM, HFLM)
-    )
-    assert found == expected
 
 
 def test_ruler_is_lm_evals(linear_model, tokenizer, tmp_path):

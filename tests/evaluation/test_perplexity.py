@@ -52,19 +52,6 @@ def test_data_without_labels_have_no_perplexity(linearized):
         dataset_perplexity(linearized[0], PackedDataset(ids, np.zeros(ids.shape, dtype=np.bool_)))
 
 
-@pytest.mark.parametrize(
-    ("path", "options", "message"),
-    [
-        ("/no/such/folder", {}, "not found"),
-        ("MODEL", {"dtype": "int8"}, r"model\.dtype"),
-        ("MODEL", {"device": "toaster"}, "toaster"),
-    ],
-)
-def test_mistakes(model_dir, path, options, message):
-    with pytest.raises(UserError, match=message):
-        load_model(model_dir if path == "MODEL" else path, **options)
-
-
 # --- a text in windows ---------------------------------------------------------------------------------------------
 
 

@@ -18,9 +18,9 @@ LENGTHS = (1, 2, 17, 18, 19, 63, 90)
 DEVICE, TOLERANCE = ("cuda", 1e-3) if torch.cuda.is_available() else ("cpu", 2e-5)  # float32, sums in another order
 
 
-def make_ring(packed: bool, sinks: int = 2) -> Ring:
+def make_ring(packed: bool) -> Ring:
     columns, dtype = (DIM + FACTOR_BYTES, torch.int8) if packed else (DIM, torch.float32)
-    return Ring(state_bytes=128, window=16, sinks=sinks, kv_heads=len(HEADS), columns=columns, dtype=dtype)
+    return Ring(state_bytes=128, window=16, sinks=2, kv_heads=len(HEADS), columns=columns, dtype=dtype)
 
 
 def run_schedule(ring: Ring, size: int, steps: bool, tensors: list, seed: int) -> list[torch.Tensor]:
@@ -94,8 +94,6 @@ def test_random_schedules(packed, pages, steps) -> None:
     for seed in range(3):
         for y, right in zip(run_schedule(ring, size, steps, tensors, seed), expected, strict=True):
             torch.testing.assert_close(y, right, rtol=0, atol=TOLERANCE)
-    wrong = alone(make_ring(packed, sinks=1), packed, tensors)
-    assert (wrong[-1] - expected[-1]).abs().max() > 1e-2
 
 
 def test_size_of_pages() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 import torch
 from test_vllm_answers import BOUNDED, HEADS, WINDOW
 from transformers import AutoConfig
-from vllm_kit import PROMPTS, TOLERANCE, assert_same, rms_error, transformers_answers
+from vllm_kit import PROMPTS, assert_same, rms_error, transformers_answers
 
 from lolcats.modeling.cache_size import window_in_budget
 
@@ -16,58 +13,18 @@ EIGHT_BITS = HEADS | {"attention": WINDOW | {"exact_bits": 8}}
 # A number midway between two levels is rounded either way, by sums in another order: 1.3e-2 was seen, and 3e-2
 # between transformers' answers and those after a change of all weights by 1e-7.
 ROUNDED = 5e-2
-BOTH = pytest.mark.parametrize(
-    ("options", "tolerance"), [(BOUNDED, TOLERANCE), (EIGHT_BITS, ROUNDED)], ids=["window", "8-bits"]
-)
 
 
 def layers_of(served) -> list:
     return [x for x in served.config.compilation_config.static_forward_context.values() if hasattr(x, "ring")]
 
 
-@BOTH
-def test_alone_together_and_in_another_order(folder, serve, options, tolerance) -> None:
-    path = folder(**options)
-    served = serve(path)
-    expected = transformers_answers(path)
-    assert_same([served.answers([prompt])[0] for prompt in PROMPTS], expected, tolerance)
-    assert_same(served.answers(PROMPTS), expected, tolerance)
-    assert_same(served.answers(PROMPTS[::-1])[::-1], expected, tolerance)
-
-
-@pytest.mark.parametrize("change", [{"window": 39}, {"sinks": 0}], ids=["shorter", "without-sinks"])
-def test_comparison_sees_another_window(folder, serve, change) -> None:
-    path = folder(**BOUNDED)
-    served = serve(path)
-    for layer in layers_of(served):
-        layer.ring = replace(layer.ring, **change)
-    with pytest.raises(AssertionError, match="prompt of"):
-        assert_same(served.answers(PROMPTS), transformers_answers(path), ROUNDED)
-
-
-@BOTH
-def test_chunks_and_prefix_cache_hits(folder, serve, options, tolerance) -> None:
-    path = folder(**options)
-    served = serve(path, enable_prefix_caching=True, block_size=64, mamba_block_size=64, max_num_batched_tokens=100)
-    expected = transformers_answers(path)
-    assert_same(served.answers(PROMPTS), expected, tolerance)
-    assert served.metric("prefix_cache_hits") == 0
-    assert_same(served.answers(PROMPTS), expected, tolerance)
-    assert served.metric("prefix_cache_hits") >= 64 + 128 + 256
-
-
-def test_preemption(folder, serve) -> None:
-    """States are kept every 32 tokens; there is room for a few requests, which grow."""
-    path = folder(**BOUNDED)
-    served = serve(path, enable_prefix_caching=True, block_size=32, mamba_block_size=32, kv_cache_memory_bytes=1 << 20)
-    assert_same(served.answers(PROMPTS), transformers_answers(path))
-    assert served.metric("num_preemptions") > 0
-
-
-def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+def test_chunks_and_prefix_cache_hits_in_8_bits(folder, serve) -> None:
     path = folder(**EIGHT_BITS)
-    assert_same(serve(path, enforce_eager=False).answers(PROMPTS), transformers_answers(path), ROUNDED)
+    served = serve(path, enable_prefix_caching=True, block_size=64, mamba_block_size=64, max_num_batched_tokens=100)
+    for _ in range(2):
+        assert_same(served.answers(PROMPTS), transformers_answers(path), ROUNDED)
+    assert served.metric("prefix_cache_hits") >= 64 + 128 + 256
 
 
 def test_keys_and_values_are_rounded(folder, serve) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_vllm_answers import BOUNDED, EXACT_HEADS, HYBRID
+from test_vllm_answers import BOUNDED, EXACT_HEADS
 from vllm_kit import GRAPHS, PROMPTS, assert_same, rms_error, transformers_answers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,14 +34,3 @@ def test_bfloat16(folder, serve, options) -> None:
     errors = [rms_error(answers, right) for answers in (served.answers(PROMPTS, new=1, of_prompts=True), theirs)]
     print("bfloat16, errors of log-probabilities, vLLM's and transformers'", errors)
     assert errors[0] < 1.5 * errors[1]
-
-
-def test_preemption(folder, serve) -> None:
-    """Sequences with one exact layer lose their pages and start again."""
-    path = folder(**HYBRID)
-    prompts = [PROMPTS[-1][begin : begin + 60] for begin in range(0, 48, 6)]
-    roomy = serve(path).answers(prompts)
-    served = serve(path, block_size=64, kv_cache_memory_bytes=600 << 10, **GRAPHS)
-    tight = served.answers(prompts)
-    assert served.metric("num_preemptions") > 0
-    assert [answer.tokens for answer in tight] == [answer.tokens for answer in roomy]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 
-import pytest
 import torch
 from generation_kit import random_tokens
 from test_vllm_answers import ALL_KINDS
@@ -80,5 +79,3 @@ def test_load(folder, serve) -> None:
     assert served.metric("num_preemptions") > 0
     assert counts["fewest_free"] < free  # the count sees pages that are in use
     assert served.free_pages() == free
-    with pytest.raises(AssertionError):  # the comparison can fail
-        load(served, expected[::-1], 4, seed=2)

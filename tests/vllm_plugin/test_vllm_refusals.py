@@ -75,16 +75,6 @@ def test_no_speculation(folder) -> None:
         LolcatsForCausalLM(vllm_config=asked)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"), ({"enable_lora": True}, "LoRA")],
-    ids=["pipeline", "lora"],
-)
-def test_refused_by_vllm(folder, serve, options, reason) -> None:
-    with pytest.raises((NotImplementedError, ValueError), match=reason):
-        serve(folder(), **options)
-
-
 def test_registering_again_changes_nothing() -> None:
     register()
     before = list(CompilationConfig._attention_ops)

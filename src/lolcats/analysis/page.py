@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from lolcats.analysis.charts import layer_charts, map_chart, training_charts
+from lolcats.analysis.charts import layer_charts, training_charts
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import recall_tables, tables
 from lolcats.report import (
@@ -79,8 +79,6 @@ def render(name: str, report: dict[str, Any], analysis: dict[str, Any] | None = 
     if charts := layer_charts(report, analysis):
         notes = [] if analysis else ["More is shown here after `lolcats analyse DIR --data FILE`."]
         sections.append({"id": "layers", "title": "Layers", "charts": charts, "notes": notes})
-    if analysis and (maps := map_chart(analysis)):
-        sections.append({"id": "attention", "title": "Attention", "charts": [maps]})
     if evaluation:
         complete = isinstance(evaluation, dict) and evaluation.get("models")
         shown = {"tables": tables(evaluation)} if complete else {"texts": [("", _yaml(evaluation))]}

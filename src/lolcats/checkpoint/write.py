@@ -62,8 +62,8 @@ def export(
 
     Args:
         model: with adapters, those of `add_lora`; others are merged before (`merge_and_unload`).
-        report: written as `lolcats_report.json`, with what `check` returns. If its data are conversations, the generation
-            settings end with their turns.
+        report: written as `lolcats_report.json`, with what `check` returns. If its data are conversations, the
+            generation settings end with their turns.
         weights: names and tensors, if they are not those in memory (`stored_weights`, blocks).
         dtype: type of the weights; None: as they are. Feature maps stay float32.
         as_base: write a model of the base type, with softmax attention and without feature maps.

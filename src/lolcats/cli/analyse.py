@@ -22,7 +22,7 @@ def analyse(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Measure errors, attention by distance and attention maps, and write FOLDER/analysis.json.
+    """Measure errors and attention by distance, and write FOLDER/analysis.json.
 
     `lolcats report` shows them. docs/analysis.md says what each number is.
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import is_packed, pack, unpack
-from lolcats.ops.hybrid_attention.kernels import softmax_step
-from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op, splits_of_a_row
+from lolcats.ops.hybrid_attention.kernels import softmax_step as module
+from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step, splits_of_a_row
 
 KEYS = 300  # of a slot, in two splits
 LENGTHS = (1, 300, 64, 130, 0)
@@ -49,7 +49,7 @@ class Slots:
 
     def step(self) -> Tensor:
         scale = self.q_BH1D.shape[-1] ** -0.5
-        return softmax_step_op(
+        return softmax_step(
             self.q_BH1D, self.k_BGKD, self.v_BGKD, self.length_B, self.sink_H, scale, self.softcap
         ).double()
 
@@ -113,7 +113,7 @@ def test_many_splits_of_short_rows(monkeypatch):
     """Most have no keys; long rows and few of them are split most."""
     assert [splits_of_a_row(rows, 8192) for rows in (1, 64, 640, 5000)] == [32, 32, 4, 1]
     assert [splits_of_a_row(1, keys) for keys in (1, 10**6)] == [1, 128]
-    monkeypatch.setattr(softmax_step, "LEAST_KEYS", 8)
+    monkeypatch.setattr(module, "LEAST_KEYS", 8)
     assert splits_of_a_row(2, KEYS) == 38
     Slots((3, 100), heads=2, kv_heads=1).check()
 

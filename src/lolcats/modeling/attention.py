@@ -22,7 +22,7 @@ from lolcats.modeling.cache_hooks import run_all_tokens
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Rows
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
-from lolcats.modeling.softmax import softmax_attention
+from lolcats.modeling.softmax import softmax_attention, wants_gradient
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.packing import Packing
 
@@ -74,8 +74,7 @@ def lolcats_attention(
     window, sinks, packed = sliding_window, None, False
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
     if attention is not None and call.mode == "hybrid" and sliding_window is None:
-        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        packed = attention.exact_bits == 8 and not trains
+        packed = attention.exact_bits == 8 and not wants_gradient(query, key, value)
         if attention.exact_tokens:
             window, sinks = attention.exact_tokens, attention.sinks
 

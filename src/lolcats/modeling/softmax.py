@@ -7,6 +7,7 @@ end: query i stands at key K - T + i.
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -82,12 +83,13 @@ def softmax_attention(
     if mask is not None and sinks is not None:
         raise ValueError("exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null")
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
-    step = length is not None and dropout == 0.0
-    if step and has_kernel("auto", q_BHTD, lambda: supports_softmax_step(q_BHTD, k_BGKD, v_BGKD)):
-        from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op  # imports Triton
+    takes = partial(supports_softmax_step, q_BHTD, k_BGKD, v_BGKD)
+    forward_only = dropout == 0.0 and not wants_gradient(q_BHTD, k_BGKD, v_BGKD)
+    if length is not None and forward_only and has_kernel("auto", q_BHTD, takes):
+        from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step  # imports Triton
 
         scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-        return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, length, sink_logits, scale, softcap)
+        return softmax_step(q_BHTD, k_BGKD, v_BGKD, length, sink_logits, scale, softcap)
     if is_packed(k_BGKD):
         k_BGKD, v_BGKD = unpack(k_BGKD, q_BHTD.dtype), unpack(v_BGKD, q_BHTD.dtype)
     if tokens == 1:
@@ -114,7 +116,7 @@ def softmax_attention(
         )
 
     unmasked = mask is None and (position is None or in_order)
-    if unmasked and not needs_scores and dropout == 0.0 and takes_window(q_BHTD, k_BGKD, v_BGKD):
+    if unmasked and not needs_scores and forward_only and takes_window(q_BHTD, k_BGKD, v_BGKD):
         gap = position is not None and keys - tokens >= (sinks or 0)
         window_size = keys + 1 if sliding_window is None else sliding_window  # FlashAttention takes that for none
         return window_attention(q_BHTD, k_BGKD, v_BGKD, window_size, sinks or 0, scale=scale, gap=gap)
@@ -145,6 +147,11 @@ def softmax_attention(
         block = q_BHTD[:, :, begin:end], _ends(k_BHKD, *ends), _ends(v_BHKD, *ends)
         outputs.append(_attend(*block, visible[:, None], scale, softcap, sink_H1, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def wants_gradient(*tensors: Tensor) -> bool:
+    """Whether autograd needs what is computed from these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:
@@ -200,14 +207,11 @@ def _attend(
 
 
 def takes_window(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> bool:
-    """Whether `window_attention` runs: on an NVIDIA GPU from Ampere on, in half precision, without gradients."""
-    tensors = q_BHTD, k_BGKD, v_BGKD
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return False
+    """Whether `window_attention` runs: on an NVIDIA GPU from Ampere on, in half precision."""
     if not q_BHTD.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(q_BHTD.device) < (8, 0):
         return False
     head_dim = q_BHTD.shape[-1]
-    half = all(x.dtype == q_BHTD.dtype and x.dtype in (torch.bfloat16, torch.float16) for x in tensors)
+    half = all(x.dtype == q_BHTD.dtype and x.dtype in (torch.bfloat16, torch.float16) for x in (q_BHTD, k_BGKD, v_BGKD))
     return half and head_dim == v_BGKD.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
 
 

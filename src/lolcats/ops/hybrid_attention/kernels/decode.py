@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
 from lolcats.ops.hybrid_attention.kernels.operands import (
     INTERPRETED,
     SIZES,
@@ -36,7 +35,6 @@ from lolcats.ops.hybrid_attention.kernels.operands import (
     Rows,
     cdiv,
     in_log2,
-    is_eager,
     next_power_of_2,
     padded,
 )
@@ -78,7 +76,6 @@ _MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
 _FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
 # Sequences of a tile of features.
 MOST_SEQUENCES = 64
-_TENSORS = 16  # the operator's first arguments
 # Entries of the largest tile of S that a fold holds at once; wider states come in pieces of rows.
 _PIECE = tl.constexpr(4096)
 # Tokens that are folded at once; fewer of short blocks and of rows that would fill the shared memory of small GPUs.
@@ -98,7 +95,7 @@ class RowStrides(NamedTuple):
 
 
 class StateParts(NamedTuple):
-    """Tensors of a `HybridState` in the order in which the operator takes them."""
+    """Tensors of a `HybridState`, in their order."""
 
     S: Any
     z: Any
@@ -122,6 +119,7 @@ class Places(NamedTuple):
     strides: RowStrides
 
 
+@torch.compiler.disable
 def triton_step(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
@@ -136,34 +134,10 @@ def triton_step(
     Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
     split in planes; the returned state has the copies.
     """
-    scoring = params.scale_of(q_BH1D), params.softcap
     if not all(x.is_contiguous() for x in state.values()):
         state = state.map(torch.Tensor.contiguous)
     state = state.as_steps_keep(q_BH1D.dtype)
-    tensors = (
-        *[x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)],
-        *[None if x is None else x.contiguous() for x in params.tensors],
-        *state.values(),
-    )
-    if is_eager(tensors):
-        return _launch_step(tensors, config, *scoring), state
-    return step_op(*tensors, *[getattr(config, name) for name in SETTINGS], *scoring), state
-
-
-@torch.library.custom_op(
-    "lolcats::hybrid_attention_step",
-    mutates_args=("S", "z", "ring_k", "ring_v", "sink_k", "sink_v", "position"),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias,"
-    " Tensor? k_bias, Tensor? sink_logits, Tensor(a!) S, Tensor(b!) z, Tensor(c!) ring_k,"
-    " Tensor(d!) ring_v, Tensor(e!) sink_k, Tensor(f!) sink_v, Tensor(g!) position,"
-    " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap,"
-    " float scale, float? softcap)"
-    " -> Tensor",
-)
-def step_op(*arguments):
-    """y [B, H, 1, D]; the state's tensors, contiguous, become those after this token."""
-    tensors, (*settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
-    return _launch_step(tensors, config_of(*settings), scale, softcap)
+    return _launch_step(q_BH1D, k_BG1D, v_BG1D, config, params, StateParts(*state.values())), state
 
 
 def paged_step(
@@ -189,18 +163,26 @@ def paged_step(
         heads_G: int64, the key/value heads that have states and parameters, where q, k, v and y have others beside
             them, which are not read or written; None: all.
     """
-    own = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)]
-    state = [parts.get(name, position_B) for name in StateParts._fields]
-    tensors = (*own, *[None if x is None else x.contiguous() for x in params.tensors], *state, page_B, y_BH1D, heads_G)
-    scoring = params.scale_of(q_BH1D), params.softcap
-    _launch_step(tensors, config, *scoring)
+    state = StateParts(*(parts.get(name, position_B) for name in StateParts._fields))
+    _launch_step(q_BH1D, k_BG1D, v_BG1D, config, params, state, page_B, y_BH1D, heads_G)
 
 
-def _launch_step(tensors: tuple[Any, ...], config: AttentionConfig, scale: float, softcap: float | None) -> Tensor:
-    """`tensors` of the operator; for states in pages then the pages, the output and the heads that have states."""
-    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, *parts = tensors[:_TENSORS]
-    state = StateParts(*parts)
-    page, y, table = tensors[_TENSORS:] or (None, torch.empty_like(q), None)
+def _launch_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    state: StateParts,
+    page: Tensor | None = None,
+    y: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """Both launches; for states in pages with the pages, the output and the heads that have states."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    own = (None if x is None else x.contiguous() for x in params.tensors)
+    gamma, q_weight, k_weight, q_bias, k_bias, sink_logits = own
+    y = torch.empty_like(q) if y is None else y
     batch, heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
     if table is not None:
@@ -237,8 +219,8 @@ def _launch_step(tensors: tuple[Any, ...], config: AttentionConfig, scale: float
         sink_logits,
         places,
         kv_heads,
-        in_log2(scale),
-        in_log2(softcap),
+        in_log2(params.scale_of(q)),
+        in_log2(params.softcap),
         CAP=config.linear_length_cap,
         SPLIT=split,
         M=max(next_power_of_2(shape.REPEATS), LEAST),
@@ -247,11 +229,6 @@ def _launch_step(tensors: tuple[Any, ...], config: AttentionConfig, scale: float
         **early_launch(q.device),
     )
     return y
-
-
-@step_op.register_fake
-def _(q, *_):
-    return torch.empty_like(q)
 
 
 def programs_of_a_head(heads: int, columns: int) -> int:

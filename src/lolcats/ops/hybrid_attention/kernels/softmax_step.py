@@ -77,14 +77,6 @@ def softmax_step(
     return y
 
 
-softmax_step_op = torch.library.custom_op("lolcats::softmax_step", softmax_step, mutates_args=())
-
-
-@softmax_step_op.register_fake
-def _(q, *_):
-    return torch.empty_like(q)
-
-
 def splits_of_a_row(rows: int, keys: int) -> int:
     """How many programs share the keys of one row and key/value head.
 

@@ -253,7 +253,7 @@ def _steps_of_many(session: Session, model: LolcatsForCausalLM, batch: int) -> d
             "tokens_per_s": batch / times["step_ms"] * 1e3,
             "prefill_s": prefill_s,
             "prefill_tokens_per_s": None if prefill_s is None else batch * bench.prompt_tokens / prefill_s,
-            "state_mib_per_sequence": runner.cache.nbytes / len(runner.lengths) / 2**20,
+            "state_mib_per_sequence": runner.cache.nbytes / len(runner.cache.lengths) / 2**20,
             "cuda_graphs": runner.graphs is not None and runner.graphs.works,
             "compiled": runner.compiled.works,
             **memory_gib(device),
@@ -274,7 +274,7 @@ def prefill(session: Session) -> None:
         with closing(Runner(session.model(heads), 1, len(tokens))) as runner:
 
             def read() -> None:
-                runner.clear(0)
+                runner.cache.clear(0)
                 for begin in range(0, len(tokens), chunk):
                     runner.prefill([0], [tokens[begin : begin + chunk]])
 
@@ -387,9 +387,9 @@ def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -
     vocabulary = runner.model.config.get_text_config().vocab_size
     prompts = torch.randint(vocabulary, (count, tokens), generator=torch.Generator().manual_seed(0)).tolist()
     together = max(1, pass_tokens // tokens)
-    for buffer in (*buffers(runner), runner.length_S):  # positions, too
+    for buffer in (*buffers(runner), runner.cache.length_S):  # positions, too
         buffer.zero_()
-    runner.lengths = [0] * len(runner.lengths)
+    runner.cache.lengths = [0] * len(runner.cache.lengths)
     synchronize(runner.device)
     began_s = time.perf_counter()
     for begin in range(0, count, together):
@@ -403,9 +403,9 @@ def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -
 
 def copy_first_slot(runner: Runner) -> None:
     """Make all slots, and the tokens that they get next, those of the first."""
-    for buffer in (*buffers(runner), runner.length_S, runner.token_S):
+    for buffer in (*buffers(runner), runner.cache.length_S, runner.token_S):
         buffer[1:] = buffer[:1]
-    runner.lengths = runner.lengths[:1] * len(runner.lengths)
+    runner.cache.lengths = runner.cache.lengths[:1] * len(runner.cache.lengths)
 
 
 def buffers(runner: Runner) -> Iterator[torch.Tensor]:

@@ -25,7 +25,7 @@ def started(replace_module):
         return SimpleNamespace(run=lambda sockets: calls.addresses.append(sockets[0].getsockname()))
 
     replace_module("lolcats.generation.engine", Engine=make_engine)
-    replace_module("lolcats.serving.server", Server=make_server, listen=serving.listen, is_local=serving.is_local)
+    replace_module("lolcats.serving.server", Server=make_server, listen=serving.listen)
     return calls
 
 

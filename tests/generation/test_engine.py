@@ -43,7 +43,7 @@ MODELS = {
 
 def slots_are_free(engine: Engine) -> bool:
     counts = engine.counts
-    return counts["free_slots"] == len(engine.runner.lengths) and not engine.busy
+    return counts["free_slots"] == engine.runner.cache.max_slots and not engine.busy
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_pieces_carry_their_tokens_and_come_before_the_result(kit, make_engine):
         max_new_tokens=60, temperature=2.0, seed=3, ignore_eos=True, logprobs=2, stop=["nothing like it"]
     )
     submit = make_engine().submit
-    result = submit(kit.random_tokens(5, 1), params, on_piece=events.append, on_finish=events.append).result()
+    result = submit(kit.random_tokens(5, 1), params, on_event=events.append).result()
     *pieces, last = events
     assert last is result
     assert "".join(piece.text for piece in pieces) == result.text
@@ -241,7 +241,9 @@ def test_admission_is_first_come_first_served(make_engine):
     order: list[int] = []
     for index in range(8):
         params = SamplingParams(max_new_tokens=1 + 5 * (index % 3), ignore_eos=True)
-        engine.submit([index], params, on_finish=lambda _, index=index: order.append(index))
+        engine.submit(
+            [index], params, on_event=lambda event, index=index: isinstance(event, Result) and order.append(index)
+        )
     while engine.step():
         assert engine.counts["running"] + engine.counts["prefilling"] <= 1
     assert order == list(range(8))
@@ -268,9 +270,13 @@ def test_a_callback_that_fails_ends_its_request_only(make_engine):
     def fail(_: Piece) -> None:
         raise KeyError("broken pipe")
 
+    def fail_late(event: Piece) -> None:
+        if isinstance(event, Result):
+            fail(event)
+
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
-    bad = engine.submit([65], params, on_piece=fail)
-    good = engine.submit([66], params, on_finish=fail)  # too late to end it
+    bad = engine.submit([65], params, on_event=fail)
+    good = engine.submit([66], params, on_event=fail_late)
     assert bad.result().finish_reason == "error"
     assert "broken pipe" in bad.result().error
     assert good.result().finish_reason == "length"

@@ -80,5 +80,5 @@ def test_prompts_from_graphs(kit, attention):
     later = set() if "exact" in attention else {(160, False)}
     assert set(captured.prompt_graphs.captured) == {(28, True), (32, True)} | later
     for slot in range(4):
-        for name, tensor in captured.read(slot).items():
-            torch.testing.assert_close(tensor, eager.read(slot)[name], rtol=1e-3, atol=1e-3)
+        for name, tensor in captured.cache.read(slot).items():
+            torch.testing.assert_close(tensor, eager.cache.read(slot)[name], rtol=1e-3, atol=1e-3)

@@ -58,7 +58,7 @@ def test_what_layers_share_is_done_once(kit, monkeypatch):
     runner.prefill([0], [kit.random_tokens(30, 0)])
     with Operations() as operations:
         runner.prefill([0], [kit.random_tokens(30, 1)])
-        runner.clear(0)
+        runner.cache.clear(0)
     assert len(placed) == 1
     types = len({buffer.dtype for buffer in runner.cache.parts["0"].buffers.values()})
     assert operations.counts["_foreach_copy_"] == operations.counts["_foreach_zero_"] == types
@@ -81,31 +81,31 @@ def test_prompts_with_lengths_rounded_up(kit, attention, widths):
 
     def read(runner):
         logits = [runner.prefill([1], [chunk]) for chunk in chunks]
-        return [*logits, *runner.read(1).values()]
+        return [*logits, *runner.cache.read(1).values()]
 
     exact, rounded = Runner(model, 3, 64), padded(Runner(model, 3, 64))
     expected = read(exact)
     for found, right in zip(read(rounded), expected, strict=True):
         torch.testing.assert_close(found, right)
     assert rounded._widths == widths
-    assert rounded.lengths == exact.lengths == rounded.length_S.tolist()
-    assert not any(tensor.any() for slot in (0, 2) for tensor in rounded.read(slot).values())
+    assert rounded.cache.lengths == exact.cache.lengths == rounded.cache.length_S.tolist()
+    assert not any(tensor.any() for slot in (0, 2) for tensor in rounded.cache.read(slot).values())
 
 
 def test_before_a_capture_nothing_changes(kit, monkeypatch):
     runner = padded(Runner(kit.make_model(), 2, 64))
     runner.prefill([1], [kit.random_tokens(9, 0)])
-    before, passes = runner.read(1), []
+    before, passes = runner.cache.read(1), []
 
     def run(key, call, warm_up):
         warm_up()
-        passes.append({name: torch.equal(tensor, before[name]) for name, tensor in runner.read(1).items()})
+        passes.append({name: torch.equal(tensor, before[name]) for name, tensor in runner.cache.read(1).items()})
         return call()
 
     monkeypatch.setattr(runner.prompt_graphs, "run", run)
     for seed in (1, 2):  # captured when it comes again
         runner.prefill([1], [kit.random_tokens(6, seed)])
-        before = before if passes else runner.read(1)
+        before = before if passes else runner.cache.read(1)
     assert len(passes) == 1
     assert all(passes[0].values())
 
@@ -131,11 +131,11 @@ def test_recurrent_layers_get_no_padding(kit, kind, monkeypatch):
 def test_rows_beyond_the_count_keep_their_state(kit, any_model):
     runner = padded(Runner(any_model, 4, 64))
     runner.prefill([0, 1, 2, 3], [kit.random_tokens(5, seed) for seed in range(4)])
-    before = runner.read(3)
+    before = runner.cache.read(3)
     runner.decode([1, 2, 3])  # four rows run
-    after = runner.read(3)
+    after = runner.cache.read(3)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert runner.lengths == runner.length_S.tolist() == [6, 6, 6, 5]
+    assert runner.cache.lengths == runner.cache.length_S.tolist() == [6, 6, 6, 5]
 
 
 @torch.no_grad()
@@ -150,12 +150,12 @@ def test_slots_with_sums_in_planes(kit, model):
     addresses = [part.state.S.data_ptr() for part in planes.cache.parts.values()]
     assert torch.equal(planes.prefill([0, 2], prompts), whole.prefill([0, 2], prompts))
     for runner in (whole, planes):
-        runner.write(1, 30, runner.read(2))
+        runner.cache.write(1, 30, runner.cache.read(2))
     for _ in range(10):
         assert torch.equal(planes.decode([3, 5, 6]), whole.decode([3, 5, 6]))
     assert torch.equal(planes.prefill([0], prompts[:1]), whole.prefill([0], prompts[:1]))
-    expected = whole.read(2)
-    for name, tensor in planes.read(2).items():
+    expected = whole.cache.read(2)
+    for name, tensor in planes.cache.read(2).items():
         assert torch.equal(tensor, expected[name]), name
     assert expected["0.S"].any()
     assert addresses == [part.state.S.data_ptr() for part in planes.cache.parts.values()]
@@ -172,8 +172,8 @@ def test_states_stay_at_their_addresses(any_model):
     runner.prefill([0, 1], [[1, 2, 3], [4]])
     for _ in range(9):
         runner.decode([5, 6])
-    runner.move(1, 2)
-    runner.clear(0)
+    runner.cache.move(1, 2)
+    runner.cache.clear(0)
     assert addresses() == before
 
 
@@ -224,9 +224,9 @@ def test_exact_heads_with_a_window_need_constant_memory(kit):
     runner = Runner(kit.make_model(**BOUNDED), 1)
     before, sizes = runner.cache.nbytes, []
     for length in (3, 30, 300):
-        runner.clear(0)
+        runner.cache.clear(0)
         runner.prefill([0], [kit.random_tokens(length, 0)])
-        sizes.append(sum(tensor.nbytes for tensor in runner.read(0).values()))
+        sizes.append(sum(tensor.nbytes for tensor in runner.cache.read(0).values()))
     assert runner.cache.nbytes == before
     assert sizes[0] < sizes[1] == sizes[2]
 

@@ -13,9 +13,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lolcats.errors import UserError
 from lolcats.generation import sampling
-from lolcats.generation.sampling import SamplingParams, choose, inverse_cdf, keep_likely, penalise, user_params
+from lolcats.generation.sampling import SamplingParams, choose, inverse_cdf, keep_likely, penalise
 
 VOCABULARY = 1000
 CASES = [
@@ -163,5 +162,3 @@ def test_bad_parameters_are_refused_by_name(values):
     (name,) = values
     with pytest.raises(ValueError, match=name):
         SamplingParams(**values)
-    with pytest.raises(UserError, match=name):
-        user_params(**values)

@@ -60,7 +60,7 @@ def test_size_does_not_depend_on_the_prompt(kit, make_engine):
     engine = make_engine()
     small, large = engine.snapshot(kit.random_tokens(5, 0)), engine.snapshot(kit.random_tokens(200, 0))
     sizes = [sum(tensor.nbytes for tensor in found.tensors.values()) for found in (small, large)]
-    assert sizes == [engine.runner.cache.nbytes // len(engine.runner.lengths)] * 2
+    assert sizes == [engine.runner.cache.nbytes // engine.runner.cache.max_slots] * 2
 
 
 def test_states_that_do_not_fit_are_rejected_by_name(kit, any_model, make_engine):

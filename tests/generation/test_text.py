@@ -101,7 +101,7 @@ def test_a_piece_copies_its_own_tokens_only(tokenizer):
 
     delivered = []
     owner = {"advance": lambda: False, "note_cancel": lambda request: None}
-    request = Request(Counting([1, 2, 3]), SamplingParams(), tokenizer, on_piece=delivered.append, **owner)
+    request = Request(Counting([1, 2, 3]), SamplingParams(), tokenizer, on_event=delivered.append, **owner)
     for _ in range(500):
         request.add_token(65, None, None)
         request.add_text(65)

@@ -68,7 +68,7 @@ class Running:
             time.sleep(0.005)
 
     def wait_until_idle(self) -> None:
-        slots = len(self.engine.runner.lengths)
+        slots = self.engine.runner.cache.max_slots
         self.wait_for(lambda: not self.engine.busy and self.engine.counts["free_slots"] == slots)
 
     def stop(self) -> None:

@@ -57,9 +57,8 @@ def test_answers_can_be_sent_back(client, tokenizer):
         assert usage.prompt_tokens == len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
-def test_choices_are_what_each_seed_gives(server, client, kit, model, tokenizer):
+def test_choices_are_what_each_seed_gives(client, kit, model, tokenizer):
     prompts = [kit.random_tokens(70, 3), kit.random_tokens(2, 4)]
-    counted = [server.metric(f"lolcats_{kind}_tokens_total") for kind in ("prompt", "generated")]
     asked = {"max_tokens": 12, "temperature": 1.2, "seed": 7, "extra_body": {"ignore_eos": True}}
     answer = client.completions.create(model="tiny", prompt=prompts, n=3, **asked)
     engine = Engine(model, tokenizer, max_slots=1)
@@ -69,8 +68,6 @@ def test_choices_are_what_each_seed_gives(server, client, kit, model, tokenizer)
     expected = [engine.generate([prompt], item)[0].text for prompt in prompts for item in params]
     assert [choice.text for choice in answer.choices] == expected
     assert answer.usage.prompt_tokens == 72  # counted once
-    found = [server.metric(f"lolcats_{kind}_tokens_total") for kind in ("prompt", "generated")]
-    assert [now - then for now, then in zip(found, counted, strict=True)] == [3 * 72, 2 * 3 * 12]
     streamed = ["" for _ in expected]
     for chunk in client.completions.create(model="tiny", prompt=prompts, n=3, stream=True, **asked):
         streamed[chunk.choices[0].index] += chunk.choices[0].text

@@ -26,7 +26,7 @@ BAD = [
     (COMPLETIONS, b"[]", "expected a JSON object", None),
     (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature: ", "temperature"),
     (COMPLETIONS, b'{"prompt": "\\ud800"}', "", None),
-    (COMPLETIONS, {}, "missing parameter 'prompt'", "prompt"),
+    (COMPLETIONS, {}, "prompt: missing parameter", "prompt"),
     (COMPLETIONS, {"prompt": 3}, "expected text", "prompt"),
     (COMPLETIONS, {"prompt": []}, "expected text", "prompt"),
     (COMPLETIONS, {"prompt": ""}, "at least one", None),

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from lolcats.cli.console import notes
 from lolcats.cli.options import ModelLoader, model_options
+from lolcats.config import validated
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ def chat(
     """
     from lolcats.generation.chat import Chat
     from lolcats.generation.engine import Engine
-    from lolcats.generation.sampling import user_params
+    from lolcats.generation.sampling import SamplingParams
 
-    params = user_params(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+    params = validated(SamplingParams, {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p})
     loaded, tokenizer = load(model)
     # A thread of its own, so that Ctrl-C reaches this one at once.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from lolcats.cli.console import notes
 from lolcats.cli.options import ModelLoader, model_options
+from lolcats.config import validated
 from lolcats.errors import UserError
 
 
@@ -57,13 +58,14 @@ def generate(
     """
     from lolcats.evaluation.load import for_engine
     from lolcats.generation.engine import Engine
-    from lolcats.generation.sampling import user_params
+    from lolcats.generation.sampling import SamplingParams
     from lolcats.generation.text import chat_text
 
     prompts = [*(prompt or []), *(_read(prompts_file) if prompts_file else [])]
     if not prompts:
         raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE with a line of text")
-    params = user_params(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    params = validated(SamplingParams, sampling)
 
     loaded, tokenizer = load(model)
     columns = ("generating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -54,7 +54,7 @@ def serve(
     if missing:
         raise UserError(f'the server needs {", ".join(missing)}: pip install "lolcats[serve]"')
     from lolcats.generation.engine import Engine
-    from lolcats.serving.server import Server, is_local, listen
+    from lolcats.serving.server import Server, listen
 
     name = served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
     checked = validated(ServerSettings, settings | {"model_name": name, "api_key": api_key})
@@ -63,7 +63,7 @@ def serve(
         engine = Engine(loaded, tokenizer, max_slots=checked.max_slots, max_length=checked.max_length)
         shown = f"[{host}]" if ":" in host else host
         notes().print(f"serving {name} at http://{shown}:{socket.getsockname()[1]}/v1", highlight=False, markup=False)
-        if not is_local(host) and api_key is None:
+        if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
             notes().print("[yellow]anybody who reaches this address can use it; --api-key asks for a key[/]")
         try:
             Server(engine, checked).run([socket])

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from lolcats.config.sections import Section
 from lolcats.errors import UserError
 
-Read = TypeVar("Read", bound=Section)
+Read = TypeVar("Read", bound=BaseModel)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def validated(section: type[Read], values: dict[str, Any]) -> Read:
         raise UserError(explain(error, section)) from error
 
 
-def explain(error: ValidationError, root: type[Section]) -> str:
+def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """The message for the user: each wrong field, what is wrong with it and what it got; a misspelt one's neighbours.
 
     Args:

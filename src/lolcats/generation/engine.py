@@ -74,8 +74,7 @@ class Engine:
         snapshot: Snapshot | None = None,
         keep_state: bool = False,
         stream: bool = True,
-        on_piece: Callable[[Piece], Any] | None = None,
-        on_finish: Callable[[Result], Any] | None = None,
+        on_event: Callable[[Piece], Any] | None = None,
     ) -> Request:
         """Queue a request.
 
@@ -84,8 +83,7 @@ class Engine:
             snapshot: continue from this state; the prompt is added to it, a text without special tokens.
             keep_state: put the state at the end into the result.
             stream: deliver text as it comes; False: all at once, which costs less.
-            on_piece: called with each piece of text, in the engine's thread; the request cannot be iterated then.
-            on_finish: called with the result, in the engine's thread, after all pieces.
+            on_event: called with each `Piece` and then the `Result`, in the engine's thread; instead of iterating.
 
         Raises:
             ValueError: a prompt or parameters that cannot be served, with what was expected.
@@ -117,8 +115,7 @@ class Engine:
             advance=self._advance,
             note_cancel=self._scheduler.cancelled.append,
             stream=stream,
-            on_piece=on_piece,
-            on_finish=on_finish,
+            on_event=on_event,
             keep_state=keep_state,
             snapshot=snapshot,
         )

@@ -87,6 +87,7 @@ class Request:
         advance: takes an engine step; False: another thread does.
         note_cancel: called when `cancel` was.
         stream: deliver text as it comes; else, and without stop strings, all at the end, which costs less.
+        on_event: called with each `Piece` and then the `Result`, in the engine's thread; instead of iterating.
 
     Attributes:
         tokens: all tokens so far.
@@ -105,8 +106,7 @@ class Request:
         advance: Callable[[], bool],
         note_cancel: Callable[[Request], None],
         stream: bool = True,
-        on_piece: Callable[[Piece], Any] | None = None,
-        on_finish: Callable[[Result], Any] | None = None,
+        on_event: Callable[[Piece], Any] | None = None,
         keep_state: bool = False,
         snapshot: Snapshot | None = None,
     ) -> None:
@@ -114,15 +114,15 @@ class Request:
         self.keep_state, self.snapshot = keep_state, snapshot
         self.fed, self.slot = 0, -1
         self.random = random.Random(params.seed if params.seed is None else params.seed % 2**64)  # it takes -1 for 1
-        self.stream = stream or on_piece is not None or bool(params.stop)
+        self.stream = stream or bool(params.stop)
         self.stops = StopStrings(params.stop)
         self.stop_token: int | None = None
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self._detokenizer, self._text, self._emitted = Detokenizer(tokenizer), "", 0
         self._advance, self._note_cancel = advance, note_cancel
-        self._pieces: SimpleQueue[Piece | None] = SimpleQueue()  # None: the end
-        self._on_piece, self._on_finish = on_piece or self._pieces.put, on_finish
+        self._events: SimpleQueue[Piece] = SimpleQueue()
+        self._deliver = on_event or self._events.put
         self._finished = threading.Event()
         self._result: Result | None = None
 
@@ -154,13 +154,13 @@ class Request:
     def __iter__(self) -> Iterator[str]:
         """Pieces of text; joined they are `Result.text`."""
         while True:
-            while self._pieces.empty() and self._advance():
+            while self._events.empty() and self._advance():
                 pass
-            piece = self._pieces.get()
-            if piece is None:
-                self._pieces.put(None)  # for whoever iterates again
+            event = self._events.get()
+            if isinstance(event, Result):
+                self._events.put(event)  # for whoever iterates again
                 return
-            yield piece.text
+            yield event.text
 
     # --- the engine's side ---------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Request:
             self._text += text
             first, self._emitted = self._emitted, self.new_tokens
             tokens = self.tokens[self.prompt_tokens + first :]
-            self._on_piece(Piece(text, tokens, self.logprobs[first:], self.top_logprobs[first:]))
+            self._deliver(Piece(text, tokens, self.logprobs[first:], self.top_logprobs[first:]))
 
     def end(self, reason: str, error: str | None, snapshot: Snapshot | None) -> None:
         """Deliver the result."""
@@ -211,10 +211,8 @@ class Request:
             error=error,
             snapshot=snapshot,
         )
-        self._pieces.put(None)
         self._finished.set()
-        if self._on_finish is not None:
-            try:
-                self._on_finish(self._result)
-            except Exception:  # the request is over, and others are not concerned
-                _LOG.exception("a request's on_finish failed")
+        try:
+            self._deliver(self._result)
+        except Exception:  # the request is over, and others are not concerned
+            _LOG.exception("a request's on_event failed")

@@ -45,7 +45,7 @@ class Runner:
             graphs; None: where the model is on a single CUDA device.
 
     Attributes:
-        lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
+        cache: the slots.
         tokens_prefilled, tokens_decoded: tokens that went through the model so far.
 
     Raises:
@@ -89,8 +89,6 @@ class Runner:
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
         self.device: torch.device = embedding.weight.device
-        self.lengths = [0] * max_slots
-        self.length_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
         self.token_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
         self.active_S = torch.zeros(max_slots, dtype=torch.bool, device=self.device)
         self.slot_S = torch.arange(max_slots, device=self.device)
@@ -134,7 +132,7 @@ class Runner:
         token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
         slot_B = torch.tensor(slots, device=self.device)
         new_B = torch.tensor(counts, device=self.device)
-        before = {self.lengths[slot] for slot in slots}
+        before = {self.cache.lengths[slot] for slot in slots}
         past = min(max(before), self.cache.places)
         real_BT = torch.arange(longest, device=self.device) < new_B[:, None]
         packing = Packing.of_mask(real_BT)
@@ -142,7 +140,7 @@ class Runner:
         adjacent = span if slots == list(range(span.start, span.stop)) else None
         used = Rows(
             past,
-            self.length_S[slot_B],
+            self.cache.length_S[slot_B],
             None if packing is None else real_BT,
             even=len(before) == 1 and packing is None,
             right=True,
@@ -152,9 +150,9 @@ class Runner:
             step=longest == 1,
         )
         logits_BV = self._forward(used, packing, token_BT)
-        self.length_S.index_add_(0, slot_B, new_B)
+        self.cache.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
-            self.lengths[slot] += count
+            self.cache.lengths[slot] += count
         self.tokens_prefilled += sum(counts)
         return logits_BV[sorted(range(len(slots)), key=order.__getitem__)]
 
@@ -162,7 +160,7 @@ class Runner:
         """Whether so many tokens of a slot run from a graph: where all that is left to know are their numbers."""
         if self.prompt_graphs is None or self.cache.has_recurrent:
             return False
-        if self.cache.places and self.lengths[slot]:  # exact heads look back at as many tokens as there are
+        if self.cache.places and self.cache.lengths[slot]:  # exact heads look back at as many tokens as there are
             return False
         return 1 < tokens <= MOST_CAPTURED
 
@@ -172,7 +170,7 @@ class Runner:
         A length is captured when it comes for the second time: that takes as long as three passes.
         """
         assert self.prompt_graphs is not None
-        count, past = len(chunk), self.lengths[slot]
+        count, past = len(chunk), self.cache.lengths[slot]
         width, fresh = max(bucket(count, MOST_CAPTURED), LEAST_CAPTURED), past == 0
         given = [slot, past, count, *chunk, *[0] * (width - count)]
         self.prompt[: len(given)].copy_(torch.tensor(given))
@@ -193,7 +191,7 @@ class Runner:
         key = width, fresh
         logits_1V = self.prompt_graphs.run(key, run, run_nothing) if key in self._widths else run()
         self._widths.add(key)
-        self._set_length(slot, past + count)
+        self.cache.set_length(slot, past + count)
         self.tokens_prefilled += count
         return logits_1V
 
@@ -208,26 +206,26 @@ class Runner:
         self.token_S[:count] = torch.as_tensor(tokens, device=self.device)
         self.active_S.copy_(self.slot_S < count)
         if self.graphs is None:
-            logits_BV = self._decode(count, min(max(self.lengths[:count]), past))
+            logits_BV = self._decode(count, min(max(self.cache.lengths[:count]), past))
         else:
             # Rows between count and rows, if any, may belong to sequences in prefill: they must not change. As many
             # places as there are, whatever comes: kernels read each row's own length.
-            rows = bucket(count, len(self.lengths))
+            rows = bucket(count, len(self.cache.lengths))
             decode = partial(self._decode, rows, past)
             logits_BV = self.graphs.run(rows, decode, partial(self._decode_nothing, decode))
         for slot in range(count):
-            self.lengths[slot] += 1
+            self.cache.lengths[slot] += 1
         self.tokens_decoded += count
         return logits_BV[:count]
 
     def _decode(self, rows: int, past: int) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         first, active_B = slice(0, rows), self.active_S[:rows]
-        tokens = self.length_S[:rows].clone(), active_B[:, None]
+        tokens = self.cache.length_S[:rows].clone(), active_B[:, None]
         used = Rows(past, *tokens, even=False, row_B=self.slot_S[:rows], adjacent=first, step=True)
         with self.compiled.active():
             logits_BV = self._forward(used, None, self.token_S[:rows, None])
-        self.length_S[:rows] += active_B
+        self.cache.length_S[:rows] += active_B
         return logits_BV
 
     def _decode_nothing(self, decode: Callable[[], Tensor]) -> None:
@@ -259,37 +257,3 @@ class Runner:
                 logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[0]
         self.cache.commit(rows)
         return logits_BV
-
-    @torch.no_grad()
-    def clear(self, slot: int) -> None:
-        """Make a slot empty."""
-        self.cache.clear(slot)
-        self._set_length(slot, 0)
-
-    @torch.no_grad()
-    def move(self, source: int, target: int) -> None:
-        """Copy a slot over another."""
-        self.cache.move(source, target)
-        self._set_length(target, self.lengths[source])
-
-    def exchange(self, first: int, second: int) -> None:
-        """Exchange the contents of two slots."""
-        tensors, length = self.read(first), self.lengths[first]
-        self.move(second, first)
-        self.write(second, length, tensors)
-
-    @torch.no_grad()
-    def read(self, slot: int) -> dict[str, Tensor]:
-        """Copies of all that a slot holds."""
-        return self.cache.read(slot, self.lengths[slot])
-
-    @torch.no_grad()
-    def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
-        """Fill a slot with what `read` gave after `length` tokens."""
-        self.clear(slot)
-        self.cache.write(slot, length, tensors)
-        self._set_length(slot, length)
-
-    def _set_length(self, slot: int, length: int) -> None:
-        self.lengths[slot] = length
-        self.length_S[slot] = length

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
-
-from lolcats.errors import UserError
 
 MAX_LOGPROBS = 20
 # Top-p and min-p look at this many likeliest tokens first: sorting a whole vocabulary takes longer than a
@@ -96,27 +94,6 @@ class SamplingParams(CommonParams):
     def penalties(self) -> bool:
         """Whether tokens that occurred before count."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-def user_params(**values: Any) -> SamplingParams:
-    """`SamplingParams` whose mistakes are the user's.
-
-    Raises:
-        UserError: a bad value.
-    """
-    try:
-        return SamplingParams(**values)
-    except ValidationError as error:
-        raise UserError(explain(error.errors()[0])[1]) from error
-
-
-def explain(first: Any) -> tuple[str, str]:
-    """Of one of pydantic's errors: the wrong parameter, and what is wrong with it."""
-    name = ".".join(str(part) for part in first["loc"])
-    if first["type"] in ("extra_forbidden", "missing"):
-        return name, f"{'missing' if first['type'] == 'missing' else 'unknown'} parameter {name!r}"
-    text = first["msg"].removeprefix("Value error, ")
-    return name, f"{name}: {text}" if name else text
 
 
 @dataclass(frozen=True)

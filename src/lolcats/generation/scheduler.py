@@ -38,10 +38,11 @@ class Scheduler:
     """
 
     def __init__(self, runner: Runner, prefill_chunk: int, end_tokens: frozenset[int]) -> None:
-        self.runner, self.prefill_chunk, self.end_tokens = runner, prefill_chunk, end_tokens
+        self.runner, self.cache = runner, runner.cache
+        self.prefill_chunk, self.end_tokens = prefill_chunk, end_tokens
         self.waiting: deque[Request] = deque()
         self.cancelled: deque[Request] = deque()
-        self.owner: list[Request | None] = [None] * len(runner.lengths)
+        self.owner: list[Request | None] = [None] * runner.cache.max_slots
         self.decoding = 0
         self.prefilling: deque[Request] = deque()
 
@@ -72,9 +73,9 @@ class Scheduler:
         self.prefilling.append(request)
         try:
             if request.snapshot is None:
-                self.runner.clear(request.slot)
+                self.cache.clear(request.slot)
             else:
-                self.runner.write(request.slot, request.snapshot.length, request.snapshot.tensors)
+                self.cache.write(request.slot, request.snapshot.length, request.snapshot.tensors)
                 request.fed = request.snapshot.length
         except Exception as error:
             self.fail([request], error)
@@ -176,7 +177,7 @@ class Scheduler:
             if request.stops.found is not None and reason == "length":
                 reason = "stop"  # it was in what was held back
             if request.keep_state and request.slot >= 0 and reason != "error":
-                tensors = self.runner.read(request.slot)
+                tensors = self.cache.read(request.slot)
                 snapshot = Snapshot(list(request.tokens), request.fed, tensors, self.runner.model)
         except Exception as failure:
             reason, error = "error", error or _describe(failure)
@@ -199,9 +200,9 @@ class Scheduler:
         other = self.owner[target]
         if other is not request:
             if other is None:
-                self.runner.move(slot, target)
+                self.cache.move(slot, target)
             else:
-                self.runner.exchange(slot, target)
+                self.cache.exchange(slot, target)
             self._assign(slot, other)
             self._assign(target, request)
         self.decoding += 1
@@ -212,7 +213,7 @@ class Scheduler:
         if slot < self.decoding:
             last = self.decoding - 1
             if slot != last:
-                self.runner.move(last, slot)  # if it fails, nothing has changed
+                self.cache.move(last, slot)  # if it fails, nothing has changed
                 self._assign(slot, self.owner[last])
             slot = self.decoding = last
         request.slot = -1

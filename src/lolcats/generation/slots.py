@@ -20,6 +20,7 @@ class SlotCache(Cache):
     """A transformers cache whose rows are slots. `begin` says which a forward pass works on, `commit` ends it.
 
     Attributes:
+        lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
         parts: what keeps something of a sequence, by name: layers ("7"), and the exact heads of layers that have both
             kinds ("7.exact"). Each has `buffers` [slots, ...] by name and says which part of a slot is `held`.
 
@@ -47,6 +48,8 @@ class SlotCache(Cache):
                 " Use fewer slots" + ("" if max_length is None else " or a smaller max_length")
             ) from error
         super().__init__(layers=layers)
+        self.lengths = [0] * max_slots
+        self.length_S = torch.zeros(max_slots, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
 
     def _add(self, name: str, layer: Any) -> Any:
         """The cache layer of one sequence, or ours with what it holds, with a row for each slot."""
@@ -104,6 +107,11 @@ class SlotCache(Cache):
                     stored.index_copy_(0, rows.row_B.to(stored.device), new)
         copy_all(pairs)
 
+    def set_length(self, slot: int, length: int) -> None:
+        self.lengths[slot] = length
+        self.length_S[slot] = length
+
+    @torch.no_grad()
     def clear(self, slot: int) -> None:
         """Zeros: stale contents are masked, but 0 * NaN of a failed request would reach the next one."""
         groups = defaultdict(list)
@@ -113,29 +121,42 @@ class SlotCache(Cache):
                     groups[buffer.device, buffer.dtype].append(buffer[slot])
         for rows in groups.values():
             torch._foreach_zero_(rows)
+        self.set_length(slot, 0)
 
+    @torch.no_grad()
     def move(self, source: int, target: int) -> None:
+        """Copy a slot over another."""
         for part in self.parts.values():
             for buffer in part.buffers.values():
                 buffer[target].copy_(buffer[source])
+        self.set_length(target, self.lengths[source])
 
-    def read(self, slot: int, length: int) -> dict[str, Tensor]:
-        """Copies of all that later tokens can see of a slot after `length` tokens, by "part.name".
+    def exchange(self, first: int, second: int) -> None:
+        """Exchange the contents of two slots."""
+        tensors, length = self.read(first), self.lengths[first]
+        self.move(second, first)
+        self.write(second, length, tensors)
+
+    @torch.no_grad()
+    def read(self, slot: int) -> dict[str, Tensor]:
+        """Copies of all that later tokens can see of a slot, by "part.name".
 
         Keys and values come oldest first, sums in float32, whatever the form in which steps on this device keep them.
         """
         return {
-            f"{name}.{entry}": join_sums(buffer[part.held(slot, length)].clone())
+            f"{name}.{entry}": join_sums(buffer[part.held(slot, self.lengths[slot])].clone())
             for name, part in self.parts.items()
             for entry, buffer in part.buffers.items()
         }
 
+    @torch.no_grad()
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
-        """The reverse of `read`; the slot must be clear.
+        """Fill a slot with what `read` gave after `length` tokens.
 
         Raises:
             ValueError: a tensor is missing, or has another type or shape; the slot must be cleared then.
         """
+        self.clear(slot)
         for name, part in self.parts.items():
             place = part.held(slot, length)
             for entry, buffer in part.buffers.items():
@@ -147,6 +168,7 @@ class SlotCache(Cache):
                     got = f"got {new.dtype} {list(new.shape)}"
                     raise ValueError(f"the state does not fit layer {name}: {entry}: {expected}, {got}")
                 buffer[place] = (split_sums(new) if in_planes(buffer) else new).to(buffer.device)
+        self.set_length(slot, length)
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class Metrics:
-    """Counters of one server; the engine's own counts are read when they are asked for."""
+    """What one server measures, and the counts of its engine, read when they are asked for."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -25,13 +25,13 @@ class Metrics:
         whole, first = "From a request's arrival to the end of its answer.", "The same to a stream's first text."
         self.seconds = Histogram("lolcats_request_seconds", whole, ["path"], **seconds)
         self.first_token_seconds = Histogram("lolcats_time_to_first_token_seconds", first, **seconds)
-        self.prompt_tokens = Counter("lolcats_prompt_tokens", "Prompt tokens of finished sequences.", **here)
-        self.new_tokens = Counter("lolcats_generated_tokens", "Tokens generated.", **here)
         for name, text in (
             ("waiting", "Sequences that wait for a slot."),
             ("prefilling", "Sequences whose prompt is being read."),
             ("running", "Sequences that generate."),
             ("free_slots", "Slots without a sequence."),
+            ("tokens_prefilled", "Prompt tokens that went through the model."),
+            ("tokens_decoded", "Generated tokens that went through the model."),
         ):
             Gauge(f"lolcats_{name}", text, **here).set_function(partial(lambda name: engine.counts[name], name))
 

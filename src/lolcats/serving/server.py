@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import ipaddress
 import json
 import socket
 import time
@@ -25,8 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Piece, Result
+from lolcats.generation.request import Request as EngineRequest
 from lolcats.generation.runner import DEFAULT_MAX_LENGTH
-from lolcats.generation.sampling import SamplingParams, explain
+from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.text import chat_text
 from lolcats.serving.answers import ChatFormat, CompletionFormat
 from lolcats.serving.metrics import Measure, Metrics
@@ -38,7 +38,6 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_CONNECTIONS = 1024  # more get 503
 
 Answer = TypeVar("Answer")
-Event = Piece | Result
 
 
 class Server(uvicorn.Server):
@@ -72,14 +71,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another") from error
 
 
-def is_local(host: str) -> bool:
-    """Whether only programs on this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """The application; its engine runs while the application does."""
 
@@ -94,7 +85,6 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     service = Service(engine, settings)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(Exception, _mistake)
     app.add_middleware(LimitBody)
     app.add_middleware(Measure, metrics=service.metrics)
     if settings.cors:
@@ -152,15 +142,12 @@ async def _http_error(request: Request, error: Any) -> Response:
 async def _invalid(request: Request, error: Any) -> Response:
     """A body that is not JSON, or has a wrong value."""
     first = error.errors()[0]
+    name, message = ".".join(map(str, first["loc"][1:])), first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        return await _http_error(request, ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}"))
-    name, message = explain(first | {"loc": first["loc"][1:]})
-    return await _http_error(request, ApiError(400, message, param=name or None))
-
-
-async def _mistake(request: Request, _: Exception) -> Response:
-    """The server logs the traceback."""
-    return await _http_error(request, ApiError(500, "the server made a mistake; its log says more"))
+        name, message = "", f"the body is not valid JSON: {first['ctx']['error']}"
+    elif first["type"] == "missing":
+        message = "missing parameter"
+    return await _http_error(request, ApiError(400, f"{name}: {message}" if name else message, param=name or None))
 
 
 class LimitBody:
@@ -225,29 +212,36 @@ class Service:
         kind = ChatFormat if isinstance(request, ChatRequest) else CompletionFormat
         tokens, with_logprobs = sum(map(len, prompts)), request.wanted_logprobs is not None
         form = kind(self.engine.tokenizer, self.settings.model_name, tokens, with_logprobs)
-        choices = Choices(self.engine, self.metrics, each, request.stream)
+        choices = Choices(self.engine, each, request.stream)
         if request.stream:
             usage = request.stream_options is not None and request.stream_options.include_usage
-            return EventStream(self._chunks(choices, form, usage, start), choices.cancel)
+            return EventStream(self._lines(choices, form, usage, start), choices.cancel)
         try:
             results = await unless_disconnected(http, choices.results())
         finally:
             choices.cancel()
         return JSONResponse(form.whole(results))
 
-    async def _chunks(
-        self, choices: Choices, form: CompletionFormat, usage: bool, start: float
-    ) -> AsyncIterator[dict[str, Any]]:
-        for chunk in form.first(len(choices.handles)):
-            yield chunk
-        waiting = True
-        async for index, event in choices.events():
-            if waiting:
-                self.metrics.first_token_seconds.observe(time.monotonic() - start)
-                waiting = False
-            yield form.last(index, event) if isinstance(event, Result) else form.piece(index, event)
-        if usage:
-            yield form.usage_chunk()
+    async def _lines(self, choices: Choices, form: CompletionFormat, usage: bool, start: float) -> AsyncIterator[str]:
+        """Server-sent events (WHATWG HTML), "[DONE]" after the last; a failure becomes an event."""
+
+        def line(value: dict[str, Any]) -> str:
+            return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+        try:
+            for chunk in form.first(len(choices.requests)):
+                yield line(chunk)
+            waiting = True
+            async for index, event in choices.events():
+                if waiting:
+                    self.metrics.first_token_seconds.observe(time.monotonic() - start)
+                    waiting = False
+                yield line(form.last(index, event) if isinstance(event, Result) else form.piece(index, event))
+            if usage:
+                yield line(form.usage_chunk())
+            yield "data: [DONE]\n\n"
+        except ApiError as error:  # the status is sent already
+            yield line(error_body(error))
 
     def _encode(self, request: OpenAIRequest) -> list[list[int]]:
         """The tokens of each prompt."""
@@ -286,17 +280,14 @@ class Choices:
         ApiError: 400 what the engine refuses, 503 it is shut down.
     """
 
-    def __init__(
-        self, engine: Engine, metrics: Metrics, each: list[tuple[list[int], SamplingParams]], stream: bool
-    ) -> None:
-        self._metrics, self._loop = metrics, asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self.handles: list[Any] = []
+    def __init__(self, engine: Engine, each: list[tuple[list[int], SamplingParams]], stream: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self.requests: list[EngineRequest] = []
         try:
             for index, (prompt, params) in enumerate(each):
-                put = functools.partial(self._put, index)
-                on_piece = put if stream else None
-                self.handles.append(engine.submit(prompt, params, stream=False, on_piece=on_piece, on_finish=put))
+                on_event = functools.partial(self._put, index)
+                self.requests.append(engine.submit(prompt, params, stream=stream, on_event=on_event))
         except ValueError as error:
             self.cancel()
             raise ApiError(400, str(error)) from error
@@ -305,17 +296,17 @@ class Choices:
 
     def cancel(self) -> None:
         """End what is unfinished; its slots are free after the engine's next step."""
-        for handle in self.handles:
-            if not handle.done:
-                handle.cancel()
+        for request in self.requests:
+            if not request.done:
+                request.cancel()
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncIterator[tuple[int, Piece]]:
         """(choice, event); each choice's pieces, then its result.
 
         Raises:
             ApiError: 500 the model failed, 503 cancelled by the server.
         """
-        unfinished = len(self.handles)
+        unfinished = len(self.requests)
         while unfinished:
             index, event = await self._events.get()
             if isinstance(event, Result):
@@ -330,25 +321,18 @@ class Choices:
         found = {index: event async for index, event in self.events() if isinstance(event, Result)}
         return [found[index] for index in sorted(found)]
 
-    def _put(self, index: int, event: Event) -> None:
+    def _put(self, index: int, event: Piece) -> None:
         """The engine's callback, in its thread."""
-        if isinstance(event, Result):
-            self._metrics.prompt_tokens.inc(event.prompt_tokens)
-            self._metrics.new_tokens.inc(len(event.token_ids))
         self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
 
 class EventStream(StreamingResponse):
-    """JSON objects as server-sent events (WHATWG HTML), "[DONE]" after the last; a failure becomes an event.
+    """A response that calls `close` at its end, also if the client disconnects before the first event."""
 
-    Args:
-        close: called at the end in any case, also if the client disconnects before the first event.
-    """
-
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
+    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
         # Proxies must pass events on as they come.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(self._lines(chunks), media_type="text/event-stream", headers=headers)
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -356,14 +340,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
-
-    async def _lines(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-        try:
-            async for chunk in chunks:
-                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-            yield "data: [DONE]\n\n"
-        except ApiError as error:  # the status is sent already
-            yield f"data: {json.dumps(error_body(error))}\n\n"
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Answer]) -> Answer:

@@ -71,8 +71,7 @@ def generate(
     columns = ("generating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Text for stdout goes around the bar on a terminal, and only there.
     bar = Progress(*columns, console=notes(), transient=True, redirect_stdout=sys.stdout.isatty())
-    slots = min(batch_size, len(prompts))
-    failed = []
+    failed, slots = [], min(batch_size, len(prompts))
     with Engine(for_engine(loaded), tokenizer, max_slots=slots, max_length=max_length) as engine, bar:
         requests = []
         for index, text in enumerate(prompts):  # each samples its own random numbers
@@ -90,8 +89,7 @@ def generate(
                 typer.echo(json.dumps(row, ensure_ascii=False))
             elif result.error is None:
                 # A continuation follows its prompt directly; an answer stands on its own line.
-                separator = "\n" if chat else ""
-                typer.echo(f"{typer.style(prompts[index], bold=True)}{separator}{result.text}\n")
+                typer.echo(typer.style(prompts[index], bold=True) + "\n" * chat + result.text + "\n")
     if failed:
         raise UserError(f"{len(failed)} of {len(prompts)} prompts failed; {failed[0]}")
 

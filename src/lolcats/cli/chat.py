@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -92,12 +93,8 @@ def _answer(conversation: Chat, text: str, params: SamplingParams) -> None:
 
 def _lines() -> Iterator[str]:
     """What the user types, or the lines of a pipe; without empty ones."""
-    while True:
-        try:
-            line = Console(file=sys.stderr).input("[bold cyan]> [/]") if sys.stdin.isatty() else sys.stdin.readline()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not line and not sys.stdin.isatty():
-            return
-        if line.strip():
-            yield line.strip()
+    prompt = "[bold cyan]> [/]" if sys.stdin.isatty() else ""
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            if line := Console(file=sys.stderr).input(prompt).strip():
+                yield line

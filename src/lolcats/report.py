@@ -79,11 +79,6 @@ def write_text(file: Path, text: str) -> None:
         raise UserError(f"cannot write {file}: {error}") from error
 
 
-def plain(value: Any) -> Any:
-    """The value as standard JSON has it: keys are text, tuples lists, and NaN and infinity, which that lacks, None."""
-    return json.loads(json.dumps(value), parse_constant=lambda name: None)
-
-
 def stage_summary(result: Any) -> dict[str, Any]:
     """The part of a `TrainState` worth keeping: totals, and per-layer losses before and at the best step."""
     summary = {

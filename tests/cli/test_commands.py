@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import warnings
@@ -48,16 +47,3 @@ def test_warnings_of_lolcats_are_shown_once_and_those_of_libraries_are_not(cli, 
     assert shown.count("warning: decoding without CUDA graphs, slower") == 1
     assert "advice" not in shown
     assert "old" not in shown
-
-
-def test_report(cli, tmp_path):
-    result = cli("report", tmp_path)
-    assert result.exit_code == 1
-    assert "has no lolcats_report.json" in result.stderr
-    (tmp_path / "lolcats_report.json").write_text(
-        json.dumps({"base_model": "a/b", "perplexity": {"teacher": 7.25}, "stages": {}})
-    )
-    assert cli("report", tmp_path).exit_code == 0
-    assert "7.250" in (tmp_path / "report.html").read_text()
-    assert cli("report", tmp_path, "-o", tmp_path / "sub" / "page.html").exit_code == 0
-    assert (tmp_path / "sub" / "page.html").is_file()

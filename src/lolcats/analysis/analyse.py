@@ -26,7 +26,7 @@ from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops import attention_weights
 from lolcats.provenance import provenance
-from lolcats.report import ANALYSIS_FILE, plain, without_paths, write_text
+from lolcats.report import ANALYSIS_FILE, without_paths, write_text
 
 FORMAT = 4  # of analysis.json; raise when a key changes its meaning
 
@@ -68,7 +68,7 @@ def analyse(
         "provenance": provenance(),
     }
     values = without_paths(values)
-    write_text(folder / ANALYSIS_FILE, json.dumps(plain(values), indent=1) + "\n")
+    write_text(folder / ANALYSIS_FILE, json.dumps(values, indent=1) + "\n")
     return values
 
 

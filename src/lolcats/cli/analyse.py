@@ -43,22 +43,15 @@ def analyse(
     console.print(f"written: {folder / 'analysis.json'}")
 
 
-def report(
-    folder: Annotated[Path, typer.Argument(help="Output folder of `lolcats linearize`.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="HTML file; default FOLDER/report.html.")
-    ] = None,
-) -> None:
-    """Write one HTML page with everything that FOLDER's files tell; it needs no network.
+def report(folder: Annotated[Path, typer.Argument(help="Output folder of `lolcats linearize`.")]) -> None:
+    """Write training curves and, where they are, analysis and evaluations into FOLDER's model card.
 
-    It shows the run's own report and, where they are, analysis.json (`lolcats analyse`) and eval.json (`lolcats
-    eval`). Recall and RULER are written into the model card, too.
+    They are in analysis.json (`lolcats analyse`) and eval.json (`lolcats eval`). Charts are pictures in FOLDER/charts.
 
     Examples:
 
       lolcats report out/
     """
-    from lolcats.analysis.page import write_page
+    from lolcats.analysis.card import write_card
 
-    written = write_page(folder, output)
-    notes().print(f"written: {written}")
+    notes().print(f"written: {write_card(folder)}")

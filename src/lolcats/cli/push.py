@@ -20,7 +20,7 @@ def push(
     """Publish a linearized model: weights, code and card, without the run's checkpoints.
 
     The card gets the base model and its licence: read whether it lets you publish a changed model. `lolcats report`
-    before it writes recall and other evaluations into the card.
+    before it writes curves and evaluations into the card.
 
     Examples:
 

@@ -37,14 +37,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
     found = [_attention_table(having["attention"])] if having["attention"] else []
     if having["tasks"]:
         found.append(_task_table(having["tasks"], report["settings"]["limit"]))
-    found += recall_tables(rows)
+    for name in ("recall", "ruler", "passkey"):
+        if measured := [row for row in rows if name in row]:
+            found.append(_recall_table(measured, name))
     return found + (_perplexity_tables(having["perplexity"]) if having["perplexity"] else [])
-
-
-def recall_tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Recall, RULER and passkeys, of the models for which they were measured."""
-    named = {name: [row for row in rows if name in row] for name in ("recall", "ruler", "passkey")}
-    return [_recall_table(found, name) for name, found in named.items() if found]
 
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:

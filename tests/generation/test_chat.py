@@ -65,15 +65,6 @@ def test_the_models_own_end_is_replaced_by_the_templates(own_model, make_engine,
     assert set(reasons) == {"stop", "length"}
 
 
-def test_reset_forgets(make_engine):
-    chat = Chat(make_engine(max_slots=1), "Be brief.")
-    first = say(chat, "Hello there")
-    say(chat, "and then?")
-    chat.reset()
-    assert chat.messages == [{"role": "system", "content": "Be brief."}]
-    assert say(chat, "Hello there") == first
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -101,17 +92,6 @@ def test_templates_that_rewrite_the_past(kit, model, make_engine, template):
     assert chat.fed_again
     ids = engine.tokenizer(chat.rendered, add_special_tokens=False)["input_ids"]
     assert chat.snapshot.token_ids == ids + kit.greedy(model, ids, 12)
-
-
-def test_a_template_that_trims_answers_is_no_obstacle(kit, make_engine):
-    engine = make_engine(max_slots=1)
-    engine.tokenizer = kit.make_tokenizer()
-    engine.tokenizer.chat_template = engine.tokenizer.chat_template.replace("['content']", "['content'] | trim")
-    chat = Chat(engine)
-    say(chat, "x")
-    chat.messages[-1]["content"] += " \n"
-    say(chat, "y")
-    assert not chat.fed_again
 
 
 def test_a_cancelled_answer_stays_as_far_as_it_came(make_engine):

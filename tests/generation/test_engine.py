@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
@@ -88,24 +87,6 @@ def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
         assert (result.finish_reason, result.stop) == ("stop", stop)
         assert result.text == free.text[: free.text.index(stop)] == "".join(pieces)
         assert len(result.token_ids) < len(free.token_ids)
-
-
-def test_pieces_carry_their_tokens_and_come_before_the_result(kit, make_engine):
-    """Characters of several bytes and a held back beginning of the stop string: pieces of several tokens."""
-    events: list[Piece | Result] = []
-    params = SamplingParams(
-        max_new_tokens=60, temperature=2.0, seed=3, ignore_eos=True, logprobs=2, stop=["nothing like it"]
-    )
-    submit = make_engine().submit
-    result = submit(kit.random_tokens(5, 1), params, on_event=events.append).result()
-    *pieces, last = events
-    assert last is result
-    assert "".join(piece.text for piece in pieces) == result.text
-    delivered = [token for piece in pieces for token in piece.token_ids]
-    assert delivered == result.token_ids[: len(delivered)]
-    assert max(len(piece.token_ids) for piece in pieces) > 1
-    assert [value for piece in pieces for value in piece.logprobs] == result.logprobs[: len(delivered)]
-    assert [value for piece in pieces for value in piece.top_logprobs] == result.top_logprobs[: len(delivered)]
 
 
 def test_penalties_follow_their_request(kit, model, make_engine):
@@ -217,25 +198,6 @@ def test_long_prompts_do_not_starve_others(kit, make_engine):
     assert engine.runner.tokens_prefilled == 205
 
 
-def test_prompts_go_in_larger_pieces_while_no_answer_runs(kit, make_engine, monkeypatch):
-    """Passes of few tokens take as long as the host's work for them."""
-    engine = make_engine(max_slots=2, prefill_chunk=4)
-    pieces, prefill = [], engine.runner.prefill
-
-    def recorded(slots, chunks):
-        pieces.append(len(chunks[0]))
-        return prefill(slots, chunks)
-
-    monkeypatch.setattr(engine.runner, "prefill", recorded)
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    running = engine.submit(kit.random_tokens(40, 0), params)
-    while not engine.counts["running"]:
-        engine.step()
-    engine.submit(kit.random_tokens(10, 1), params).result()
-    running.result()
-    assert pieces == [32, 8, 4, 4, 2]
-
-
 def test_admission_is_first_come_first_served(make_engine):
     engine = make_engine(max_slots=1)
     order: list[int] = []
@@ -295,33 +257,6 @@ def test_a_model_that_fails_ends_those_it_ran_for(kit, make_engine, monkeypatch)
     monkeypatch.setattr(Runner, "prefill", prefill)
     assert engine.submit([2, 3], params).result().finish_reason == "length"
     assert running.result().token_ids == make_engine().generate([[1]], params)[0].token_ids
-    assert slots_are_free(engine)
-
-
-@pytest.mark.parametrize("place", ["_start_decoding", "_generate"])
-@pytest.mark.parametrize("thread", [False, True])
-def test_a_failure_between_prefill_and_decoding_leaves_nothing(make_engine, monkeypatch, place, thread):
-    engine = make_engine(max_slots=3)
-    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
-    assert engine.generate([[1]], params)[0].error is None
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._scheduler, place, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        handles = [engine.submit([index], params) for index in range(5)]
-        if thread:
-            engine.start()
-            results = [handle.result(timeout=60) for handle in handles]
-            assert {result.error for result in results} == {"RuntimeError: out of memory"}
-        else:  # the caller sees what nobody caught
-            for _ in range(5):
-                with contextlib.suppress(RuntimeError):
-                    engine.step()
-                for handle in handles:
-                    handle.cancel()
-            while engine.busy:
-                engine.step()
-            assert all(handle.done for handle in handles)
-    assert engine.submit([1], params).result(timeout=60).error is None
-    engine.shutdown()
     assert slots_are_free(engine)
 
 

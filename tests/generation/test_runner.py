@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 import torch
 from generation_kit import BOUNDED
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.errors import UserError
-from lolcats.generation.graphs import Graphs, bucket
+from lolcats.generation.graphs import Graphs
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.slots import SlotCache
 from lolcats.modeling.cache import HybridCacheLayer
-from lolcats.ops.hybrid_attention import state
 from lolcats.ops.hybrid_attention.planes import split_sums
 
 
@@ -35,34 +31,6 @@ def test_decoding_with_rows_and_keys_rounded_up(kit, any_model, make_engine):
     padded(engine.runner)
     results = engine.generate(prompts, SamplingParams(max_new_tokens=20))
     assert [result.token_ids for result in results] == [kit.greedy(any_model, prompt, 20) for prompt in prompts]
-
-
-class Operations(TorchDispatchMode):
-    """Counts PyTorch's operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def test_what_layers_share_is_done_once(kit, monkeypatch):
-    """Whatever the number of layers: places in rings, copies into slots, zeros in a slot."""
-    placed, find_places = [], state._latest_and_first
-    monkeypatch.setattr(state, "_latest_and_first", lambda *given: placed.append(given) or find_places(*given))
-    runner = Runner(kit.make_model(num_hidden_layers=4), 2, 64)
-    runner.prefill([0], [kit.random_tokens(30, 0)])
-    with Operations() as operations:
-        runner.prefill([0], [kit.random_tokens(30, 1)])
-        runner.cache.clear(0)
-    assert len(placed) == 1
-    types = len({buffer.dtype for buffer in runner.cache.parts["0"].buffers.values()})
-    assert operations.counts["_foreach_copy_"] == operations.counts["_foreach_zero_"] == types
-    assert operations.counts["zero_"] == 0
 
 
 @pytest.mark.parametrize(
@@ -108,24 +76,6 @@ def test_before_a_capture_nothing_changes(kit, monkeypatch):
         before = before if passes else runner.cache.read(1)
     assert len(passes) == 1
     assert all(passes[0].values())
-
-
-@pytest.mark.parametrize("kind", ["delta-net", "state-space", "convolution"])
-def test_recurrent_layers_get_no_padding(kit, kind, monkeypatch):
-    model, chunks = kit.make_model(**kit.RECURRENT[kind]), [kit.random_tokens(length, length) for length in (9, 3)]
-
-    def decoded():
-        runner = Runner(model, 2, 64)
-        runner.prefill([1, 0], chunks)
-        return runner.decode([5, 6]).clone()
-
-    together = decoded()
-    for row, chunk in enumerate(reversed(chunks)):
-        runner = Runner(model, 1, 64)
-        runner.prefill([0], [chunk])
-        torch.testing.assert_close(together[row], runner.decode([5 + row])[0])
-    monkeypatch.setattr(SlotCache, "has_recurrent", False)  # the wrong variant: rows of one length, with padding
-    assert (decoded() - together).abs().max() > 1e-3
 
 
 def test_rows_beyond_the_count_keep_their_state(kit, any_model):
@@ -219,18 +169,6 @@ def test_sizes(kit, model):
         Runner(chunked, 1, max_length=81)
 
 
-def test_exact_heads_with_a_window_need_constant_memory(kit):
-    """In prompts and answers of any length; what a slot holds stops growing."""
-    runner = Runner(kit.make_model(**BOUNDED), 1)
-    before, sizes = runner.cache.nbytes, []
-    for length in (3, 30, 300):
-        runner.cache.clear(0)
-        runner.prefill([0], [kit.random_tokens(length, 0)])
-        sizes.append(sum(tensor.nbytes for tensor in runner.cache.read(0).values()))
-    assert runner.cache.nbytes == before
-    assert sizes[0] < sizes[1] == sizes[2]
-
-
 @pytest.mark.parametrize("bits", [None, 8])
 def test_windows_of_prompts_in_pieces(kit, bits, without_masks):
     """Slots keep them in a ring; in whichever place a piece begins, its window is the same."""
@@ -246,11 +184,3 @@ def test_windows_of_prompts_in_pieces(kit, bits, without_masks):
     assert {queries for _, queries in without_masks} == {61, 5, 3, 11, 17, 24}
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(both, expected.expand(2, -1), rtol=2e-4, atol=2e-4)
-
-
-def test_numbers_are_rounded_up_a_little():
-    for most in (1, 2, 3, 7, 64, 1000):
-        sizes = [bucket(count, most) for count in range(1, most + 1)]
-        assert all(count <= size <= max(1.25 * count, 4) for count, size in enumerate(sizes, 1))
-        assert max(sizes) == most
-        assert len(set(sizes)) <= 8 + 4 * most.bit_length()

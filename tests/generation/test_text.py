@@ -7,8 +7,6 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from lolcats.generation.request import Request
-from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.text import Detokenizer, StopStrings
 
 TEXTS = ["plain", "naïve café", "日本語 text", "🙂🙃 x 👩‍👩‍👧", "a\n\nb\tc", " leading and  double "]
@@ -69,11 +67,6 @@ def test_stop_strings(size, text, stops, passed, found):
         assert stop.push("more") == ""
 
 
-def test_only_possible_beginnings_are_held_back():
-    stop = StopStrings(["\n\n", "###"])
-    assert [stop.push(piece) for piece in ("a", "\n", "b#", "#", "c")] == ["a", "", "\nb", "", "##c"]
-
-
 @pytest.mark.parametrize("tokens", [[128] * 2000, [256] * 2000, [65, 128] * 1000], ids=["broken", "special", "mixed"])
 def test_work_per_token_does_not_grow(tokenizer, tokens):
     """Also where no text ever becomes certain, and where tokens have none."""
@@ -88,21 +81,3 @@ def test_work_per_token_does_not_grow(tokenizer, tokens):
     counting = Counting()
     assert "".join(pieces(counting, tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
     assert counting.decoded < 100 * len(tokens)
-
-
-def test_a_piece_copies_its_own_tokens_only(tokenizer):
-    class Counting(list):
-        copied = 0
-
-        def __getitem__(self, key):
-            found = super().__getitem__(key)
-            self.copied += len(found) if isinstance(key, slice) else 0
-            return found
-
-    delivered = []
-    owner = {"advance": lambda: False, "note_cancel": lambda request: None}
-    request = Request(Counting([1, 2, 3]), SamplingParams(), tokenizer, on_event=delivered.append, **owner)
-    for _ in range(500):
-        request.add_token(65, None, None)
-        request.add_text(65)
-    assert len(delivered) == request.tokens.copied == 500

@@ -169,12 +169,12 @@ class Request:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
 
-    def add_token(self, token: int, logprob: float | None, top_logprobs: list[tuple[int, float]] | None) -> None:
+    def add_token(self, token: int, logprob: tuple[float, list[tuple[int, float]]] | None) -> None:
         """A generated token; its text comes by `add_text`."""
         self.tokens.append(token)
-        if logprob is not None and top_logprobs is not None:
-            self.logprobs.append(logprob)
-            self.top_logprobs.append(top_logprobs)
+        if logprob is not None:
+            self.logprobs.append(logprob[0])
+            self.top_logprobs.append(logprob[1])
 
     def add_text(self, token: int) -> None:
         """Text of the newest token. `stops.found` says whether the answer ends here."""

@@ -7,7 +7,6 @@ the rows beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -96,28 +95,13 @@ class SamplingParams(CommonParams):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The tokens of a step.
-
-    Attributes:
-        tokens: one per row; -1 where the row's logits were not finite.
-        logprobs: the token's log-probability, for rows that asked.
-        top_logprobs: (token, log-probability) of the likeliest tokens, for rows that asked.
-    """
-
-    tokens: list[int]
-    logprobs: list[float | None]
-    top_logprobs: list[list[tuple[int, float]] | None]
-
-
 def choose(
     logits_BV: Tensor,
     params: list[SamplingParams],
     uniforms: list[float],
     histories: list[tuple[list[int], int]],
-) -> Chosen:
-    """One token per row.
+) -> list[int]:
+    """One token per row; -1 where the row's logits are not finite.
 
     Args:
         logits_BV: the model's logits; not changed.
@@ -147,8 +131,7 @@ def choose(
                     scores_NV[index], [picked[row] for row in drawn], [uniforms[special[row]] for row in drawn], filters
                 )
         token_B[row_N] = token_N
-    tokens = torch.where(finite_B, token_B, -1).tolist()
-    return Chosen(tokens, *_logprobs(logits_BV, tokens, params))
+    return torch.where(finite_B, token_B, -1).tolist()
 
 
 def penalise(scores_NV: Tensor, params: list[SamplingParams], histories: list[tuple[list[int], int]]) -> Tensor:
@@ -215,25 +198,22 @@ def inverse_cdf(probability_NV: Tensor, uniforms: list[float]) -> Tensor:
     return torch.minimum(found_N1, torch.searchsorted(sum_NV, last_N1))[:, 0]
 
 
-def _logprobs(
+def logprobs_of(
     logits_BV: Tensor, tokens: list[int], params: list[SamplingParams]
-) -> tuple[list[float | None], list[list[tuple[int, float]] | None]]:
-    chosen: list[float | None] = [None] * len(tokens)
-    top: list[list[tuple[int, float]] | None] = [None] * len(tokens)
+) -> list[tuple[float, list[tuple[int, float]]] | None]:
+    """Each row's log-probability of its token, and (token, log-probability) of the likeliest; None: not asked for."""
+    found: list[tuple[float, list[tuple[int, float]]] | None] = [None] * len(tokens)
     asking = [row for row, item in enumerate(params) if item.logprobs is not None and tokens[row] >= 0]
     if not asking:
-        return chosen, top
-    row_N = torch.tensor(asking, device=logits_BV.device)
-    token_N = torch.tensor([tokens[row] for row in asking], device=logits_BV.device)
-    logits_NV = logits_BV[row_N]
+        return found
+    token_N1 = torch.tensor([[tokens[row]] for row in asking], device=logits_BV.device)
+    logits_NV = logits_BV[asking]
     logprob_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).log_softmax(-1)
-    most = min(max(params[row].logprobs or 0 for row in asking), logits_BV.shape[1])
-    value_NK, index_NK = logprob_NV.topk(most, dim=-1)
-    picked = logprob_NV.gather(1, token_N[:, None])[:, 0].tolist()
+    value_NK, index_NK = logprob_NV.topk(min(MAX_LOGPROBS, logits_BV.shape[1]), dim=-1)
+    picked = logprob_NV.gather(1, token_N1)[:, 0].tolist()
     for row, logprob, values, indices in zip(asking, picked, value_NK.tolist(), index_NK.tolist(), strict=True):
-        wanted = params[row].logprobs
-        chosen[row], top[row] = logprob, list(zip(indices[:wanted], values[:wanted], strict=True))
-    return chosen, top
+        found[row] = logprob, list(zip(indices, values, strict=True))[: params[row].logprobs]
+    return found
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:

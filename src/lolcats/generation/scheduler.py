@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lolcats.generation.request import Request, Snapshot
 from lolcats.generation.runner import Runner
-from lolcats.generation.sampling import choose
+from lolcats.generation.sampling import choose, logprobs_of
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8
@@ -137,17 +137,17 @@ class Scheduler:
             params = [request.params for request in requests]
             uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
             histories = [(request.tokens, request.prompt_tokens) for request in requests]
-            chosen = choose(logits_BV, params, uniforms, histories)
+            tokens = choose(logits_BV, params, uniforms, histories)
+            logprobs = logprobs_of(logits_BV, tokens, params)
         except Exception as error:
             self.fail(requests, error)
             return
-        rows = zip(requests, chosen.tokens, chosen.logprobs, chosen.top_logprobs, strict=True)
-        for request, token, logprob, top_logprobs in rows:
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             if token < 0:
                 self.finish(request, "error", error="the model's logits are not finite (NaN or infinite)")
                 continue
             try:
-                request.add_token(token, logprob, top_logprobs)
+                request.add_token(token, logprob)
                 reason = self._end_reason(request, token)
                 if first and reason is None:
                     self._start_decoding(request)

@@ -6,7 +6,7 @@ https://platform.openai.com/docs/api-reference (completions, chat). Beyond it, `
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from starlette.exceptions import HTTPException
@@ -73,11 +73,9 @@ class StreamOptions(BaseModel):
 class OpenAIRequest(CommonParams):
     """Parameters of both kinds of requests."""
 
-    default_max_tokens: ClassVar[int | None]
-
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="also max_completion_tokens")
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: Temperature = 1.0
@@ -91,7 +89,8 @@ class OpenAIRequest(CommonParams):
         if not isinstance(values, dict):
             raise ApiError(400, "expected a JSON object, and the header Content-Type: application/json")
         kept = {}
-        for name, value in values.items():
+        for given, value in values.items():
+            name = "max_tokens" if given == "max_completion_tokens" else given
             if value is None or name in IGNORED or (name in DEFAULTS and value == DEFAULTS[name]):
                 continue
             if name not in cls.model_fields:
@@ -101,11 +100,6 @@ class OpenAIRequest(CommonParams):
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
             kept[name] = value
         return kept
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """New tokens that the request names, or its kind's default; None: as many as there is room for."""
-        return self.default_max_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -131,8 +125,7 @@ def _prompts(value: Any) -> Any:
 class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
-    default_max_tokens = 16
-
+    max_tokens: int | None = Field(16, ge=1, le=2**31 - 1)
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
@@ -192,16 +185,9 @@ class Message(BaseModel):
 class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
-    default_max_tokens = None
-
     messages: list[Message] = Field(min_length=1, max_length=2048)  # each may be a mistake to list
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        return super().wanted_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -199,7 +199,7 @@ class Service:
         start = time.monotonic()
         self.check_model(request.model)
         prompts = await asyncio.to_thread(self._encode, request)  # long ones take a while
-        room = [self._new_tokens(len(prompt), request.wanted_tokens) for prompt in prompts]
+        room = [self._new_tokens(len(prompt), request.max_tokens) for prompt in prompts]
         each = [
             (prompt, request.sampling(new, choice))
             for prompt, new in zip(prompts, room, strict=True)

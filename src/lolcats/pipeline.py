@@ -20,9 +20,10 @@ from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
 from lolcats.checkpoint.write import dense_weights, export, stored_weights
 from lolcats.config import DataSection, LinearizeConfig
-from lolcats.conversion import convert, fit_positions, linearized_config, positions_of, stage_section
+from lolcats.conversion import convert, fit_positions, positions_of, stage_section
 from lolcats.data import build_datasets
 from lolcats.data.build import moved
+from lolcats.data.cache import content_hash
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
@@ -42,12 +43,10 @@ from lolcats.report import COST_COLUMNS, REPORT_FILE, begin_report, cost_rows, m
 from lolcats.run import Run, Splits, open_run
 from lolcats.self_data import written_file, written_key
 from lolcats.training.attention_transfer import TransferStage
-from lolcats.training.checkpoint import write_json
 from lolcats.training.finetune import AdjustStage
 from lolcats.training.head_gates import GateStage, by_gate, heads_picture
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress
-from lolcats.training.run_folder import PERPLEXITY_FILE
 
 GATE_TEXTS = 32  # for the validation of gates
 CURVE_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
@@ -175,7 +174,6 @@ def load(run: Run, *, whole: bool = False) -> None:
                         run.written[key] = written_file(section, source, config.seed, run.console)
         with group.sync_errors():
             base, run.tokenizer = load_base_model(section)
-            linearized_config(base, config.attention)  # what does not fit is said before the data are read
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             run.model = convert(base, config.attention)
     run.base_dtype = run.model.model.dtype
@@ -249,27 +247,19 @@ def _blocks(run: Run) -> Blocks:
 
 
 def measure(run: Run, name: str, mode: str = "hybrid") -> None:
-    """Validation perplexity, as `name` in the report and in a file for a resumed run; of a whole model."""
+    """Validation perplexity of a whole model, as `name` in the report."""
     if run.partial is not None:
         return
-    stage = name if name in ("gates", "adjust") else "transfer"
-    key = run.measured_identity(stage)
-    known = run.measured.get(name)
-    if known is None or known["identity"] != key:
-        with run.console.status(f"perplexity: {name}"):
-            found = dataset_perplexity(
-                run.model.eval(),
-                run.validation,
-                batch_size=run.config.adjust.micro_batch_size,
-                group=run.group,
-                attention_call=AttentionCall(mode=mode),
-            )["perplexity"]
-        known = run.measured[name] = {"identity": key, "perplexity": found}
-        with run.group.sync_errors():
-            if run.group.is_main:
-                write_json(run.folder / PERPLEXITY_FILE, run.measured)
-    run.report["perplexity"][name] = known["perplexity"]
-    run.console.print(f"validation perplexity, {name}: {known['perplexity']:.3f}")
+    with run.console.status(f"perplexity: {name}"):
+        found = dataset_perplexity(
+            run.model.eval(),
+            run.validation,
+            batch_size=run.config.adjust.micro_batch_size,
+            group=run.group,
+            attention_call=AttentionCall(mode=mode),
+        )["perplexity"]
+    run.report["perplexity"][name] = found
+    run.console.print(f"validation perplexity, {name}: {found:.3f}")
 
 
 def _train(run: Run, stage: TransferStage | GateStage | AdjustStage) -> None:
@@ -356,7 +346,7 @@ def train_stage_2(run: Run) -> LolcatsForCausalLM | PeftModel:
 def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     """Write the folder, compare it with the model that was measured, and print the table."""
     config, group, report = run.config, run.group, run.report
-    report["identity"] = run.measured_identity("adjust")
+    report["identity"] = content_hash(run.identity("adjust", run.validation) | {"heads": run.model.config.exact_heads})
     report["provenance"] = provenance()
     run.model.config.provenance = report["provenance"] | {"config": report["config"]}
     report["weights"] = weights_note(config, run.quantisation)

@@ -17,7 +17,6 @@ from rich.console import Console
 from lolcats.config import LinearizeConfig, OptimSection
 from lolcats.conversion import check_architecture, positions_of
 from lolcats.data import PackedDataset
-from lolcats.data.cache import content_hash
 from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import heads_in_budget, window_in_budget
@@ -30,11 +29,11 @@ from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.parallel.group import Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import shards_weights
-from lolcats.training.checkpoint import finished, read_json, refuse_other_settings
+from lolcats.training.checkpoint import finished, refuse_other_settings
 from lolcats.training.identity import identity, weights_hash
 from lolcats.training.loop import stage_fingerprint, warn_of_few_updates
 from lolcats.training.lora import adapted_projections
-from lolcats.training.run_folder import PERPLEXITY_FILE, FolderLock, check_folder, claim_folder, take_stages
+from lolcats.training.run_folder import FolderLock, check_folder, claim_folder, take_stages
 from lolcats.training.tracking import Tracking
 
 Splits = tuple[PackedDataset, PackedDataset]
@@ -53,7 +52,6 @@ class Run:
         blocks: what trains stage 1 with a model in parts.
         data: of each stage, by name; `validation`: on which the run is measured.
         written: files with the rows that the model itself wrote, and reports on them, by `self_data.written_key`.
-        measured: perplexities so far, each with its identity.
         report: as it is written in the end.
     """
 
@@ -73,7 +71,6 @@ class Run:
     data: dict[str, Splits] = field(default_factory=dict)
     validation: PackedDataset = field(init=False)
     written: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
-    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,11 +98,6 @@ class Run:
         stages = ["transfer", *(["gates"] if "gates" in self.sections else []), "adjust"]
         stages = stages[: stages.index(stage) + 1]
         return identity(self.config, *stages, weights=self.weights, validation=validation)
-
-    def measured_identity(self, stage: str) -> str:
-        """Of what is measured after a stage with the exact heads that the model has then."""
-        heads = {"heads": self.model.config.exact_heads}
-        return content_hash(self.identity(stage, self.validation) | heads)
 
     def check(self) -> None:
         """Refuse what can be refused without reading weights and data; nothing is written.
@@ -179,9 +171,6 @@ class Run:
         self.console.print(settings, markup=False, highlight=False, soft_wrap=True)
         for name, (train, _) in self.data.items():
             warn_of_few_updates(name, self.sections[name], len(train), self.console)
-        with self.group.sync_errors():
-            if (self.folder / PERPLEXITY_FILE).exists():
-                self.measured = read_json(self.folder / PERPLEXITY_FILE)
 
     def _takes(self, name: str, section: OptimSection, train: PackedDataset, validation: PackedDataset) -> bool:
         """Whether a stage is taken from `transfer_from`.

@@ -1,4 +1,4 @@
-"""What decides an artefact of a run: resuming, kept measurements and the report go by it."""
+"""What decides an artefact of a run: resuming and the report go by it."""
 
 from __future__ import annotations
 

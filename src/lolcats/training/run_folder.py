@@ -13,10 +13,6 @@ from lolcats.config import LinearizeConfig, config_fingerprint
 from lolcats.errors import UserError
 from lolcats.training.checkpoint import finished, refuse_changes
 
-PERPLEXITY_FILE = "perplexity.json"
-"""What a run has measured so far, with its identity; a resumed one does not measure the same again."""
-
-
 LOCK_FILE = ".lock"
 
 
@@ -112,6 +108,4 @@ def take_stages(source: Path, output: Path, names: list[str]) -> None:
         copy = output / "run" / f".{name}"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(source / "run" / name, copy)
-        if name == "transfer":
-            shutil.copyfile(source / "run" / PERPLEXITY_FILE, output / "run" / PERPLEXITY_FILE)
         copy.rename(target)

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 from generation_kit import BOUNDED, CHUNKED, HYBRID
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Piece, Result
@@ -87,33 +86,6 @@ def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
         assert (result.finish_reason, result.stop) == ("stop", stop)
         assert result.text == free.text[: free.text.index(stop)] == "".join(pieces)
         assert len(result.token_ids) < len(free.token_ids)
-
-
-def test_penalties_follow_their_request(kit, model, make_engine):
-    """Equal to transformers' and to counting by hand, also when slots move; only repetition counts the prompt."""
-    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS[:9])]
-    each = [
-        SamplingParams(
-            max_new_tokens=6 + index,
-            repetition_penalty=1.0 + 0.4 * (index // 3),
-            presence_penalty=0.7 * (index % 2),
-            frequency_penalty=0.4 * (index % 3),
-        )
-        for index in range(9)
-    ]
-    results = make_engine(max_slots=3).generate(prompts, each)
-    plain = make_engine().generate(prompts, [SamplingParams(max_new_tokens=6 + index) for index in range(9)])
-    assert sum(one.token_ids != other.token_ids for one, other in zip(results, plain, strict=True)) > 4
-    for prompt, params, result in zip(prompts, each, results, strict=True):
-        tokens = list(prompt)
-        for token in result.token_ids:
-            with torch.no_grad():
-                logits = model(torch.tensor([tokens])).logits[:, -1]
-            logits = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(torch.tensor([tokens]), logits)[0]
-            counts = torch.bincount(torch.tensor(tokens[len(prompt) :], dtype=torch.int64), minlength=len(logits))
-            penalty = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
-            assert token == (logits - penalty).argmax()
-            tokens.append(token)
 
 
 def test_logprobs_are_the_models(kit, model, make_engine):

@@ -7,14 +7,13 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from lolcats.generation import sampling
-from lolcats.generation.sampling import SamplingParams, choose, inverse_cdf, logprobs_of, penalise
+from lolcats.generation.sampling import SamplingParams, choose, inverse_cdf, logprobs_of
 
 VOCABULARY = 300
 CASES = [
@@ -36,11 +35,9 @@ def logits(rows: int, scale: float = 2.0) -> torch.Tensor:
     return scale * torch.randn(rows, VOCABULARY, generator=generator, dtype=torch.float64)
 
 
-def warped(scores: torch.Tensor, params: SamplingParams, input_ids: torch.Tensor) -> torch.Tensor:
+def warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What transformers' processors make of one row, in the order of its generate()."""
     processors = LogitsProcessorList()
-    if params.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     processors.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k:
         processors.append(TopKLogitsWarper(params.top_k))
@@ -48,7 +45,7 @@ def warped(scores: torch.Tensor, params: SamplingParams, input_ids: torch.Tensor
         processors.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
         processors.append(MinPLogitsWarper(params.min_p))
-    return processors(input_ids, scores[None].clone())[0]
+    return processors(torch.zeros(1, 0, dtype=torch.int64), scores[None].clone())[0]
 
 
 @pytest.mark.parametrize("candidates", [16, 512])
@@ -56,13 +53,11 @@ def warped(scores: torch.Tensor, params: SamplingParams, input_ids: torch.Tensor
 def test_frequencies_follow_the_distribution(monkeypatch, case, candidates):
     """Evenly spread random numbers give each token as often as its probability says, to 1 in 4000."""
     monkeypatch.setattr(sampling, "CANDIDATES", candidates)
-    params = SamplingParams(**case, repetition_penalty=1.7 if "top_k" in case else 0.6)
-    row = logits(1)
-    history = [3, 3, 50, 299, 7]
-    expected = warped(row[0], params, torch.tensor([history])).softmax(-1)
+    params, row = SamplingParams(**case), logits(1)
+    expected = warped(row[0], params).softmax(-1)
     draws = 4000
     uniforms = [(index + 0.5) / draws for index in range(draws)]
-    chosen = choose(row.expand(draws, -1), [params] * draws, uniforms, [(history, 5)] * draws)
+    chosen = choose(row.expand(draws, -1), [params] * draws, uniforms)
     counts = torch.bincount(torch.tensor(chosen), minlength=VOCABULARY) / draws
     assert float((counts - expected).abs().max()) <= 1.001 / draws
 
@@ -70,12 +65,9 @@ def test_frequencies_follow_the_distribution(monkeypatch, case, candidates):
 @pytest.mark.parametrize(("dtype", "filters"), [(torch.float32, {}), (torch.bfloat16, {"top_p": 0.9})])
 def test_the_smallest_temperatures_take_the_likeliest_token(dtype, filters):
     scores = logits(5, scale=20.0).to(dtype)
-    histories = [([row, 9], 2) for row in range(5)]
     for temperature in (1e-45, 1e-38, 9e-6, 1e-5):
-        for penalty in (0.01, 1.0, 100.0):
-            params = [SamplingParams(temperature=temperature, repetition_penalty=penalty, **filters)] * 5
-            expected = penalise(scores.float(), params, histories).argmax(-1).tolist()
-            assert choose(scores, params, [0.999] * 5, histories) == expected
+        params = [SamplingParams(temperature=temperature, **filters)] * 5
+        assert choose(scores, params, [0.999] * 5) == scores.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
@@ -84,12 +76,12 @@ def test_rows_that_are_not_finite(bad, temperature):
     scores = logits(3)
     scores[1] = bad
     params = [SamplingParams(temperature=temperature, top_k=4, logprobs=2)] * 3
-    tokens = choose(scores, params, [0.5] * 3, [([], 0)] * 3)
+    tokens = choose(scores, params, [0.5] * 3)
     assert [token == -1 for token in tokens] == [False, True, False]
     assert [found is None for found in logprobs_of(scores, tokens, params)] == [False, True, False]
     scores[1, :] = 0.0
     scores[1, 5] = torch.nan  # one is enough
-    assert choose(scores, params, [0.5] * 3, [([], 0)] * 3)[1] == -1
+    assert choose(scores, params, [0.5] * 3)[1] == -1
 
 
 def test_inverse_cdf_takes_possible_tokens_only():
@@ -109,11 +101,6 @@ def test_inverse_cdf_takes_possible_tokens_only():
         {"top_k": -1},
         {"top_k": 10**30},
         {"top_k": True},
-        {"repetition_penalty": 0},
-        {"repetition_penalty": 1e-30},
-        {"repetition_penalty": 1e30},
-        {"presence_penalty": -3},
-        {"frequency_penalty": 1e30},
         {"stop": ["a", ""]},
         {"stop": 3},
         {"stop": ["a"] * 400_000},

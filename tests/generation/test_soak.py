@@ -23,7 +23,6 @@ def random_params(choice: random.Random) -> SamplingParams:
         top_k=choice.choice([0, 0, 1, 20]),
         top_p=choice.choice([1.0, 0.9, 0.3]),
         min_p=choice.choice([0.0, 0.0, 0.05]),
-        repetition_penalty=choice.choice([1.0, 1.0, 1.3]),
         stop=choice.choice([(), (), (choice.choice(STOPS),), tuple(choice.sample(STOPS, 2))]),
         stop_token_ids=choice.choice([(), (), (choice.randrange(260),)]),
         ignore_eos=choice.random() < 0.3,

@@ -146,9 +146,7 @@ def sampling_parameters(client: openai.OpenAI, model: str) -> None:
         max_tokens=6,
         temperature=0.8,
         top_p=0.9,
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
-        extra_body={"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1},
+        extra_body={"top_k": 20, "min_p": 0.01},
     )
     assert answer.choices[0].finish_reason in ("stop", "length")
 

@@ -115,7 +115,7 @@ def test_other_paths_methods_models_and_types(server):
 def test_a_body_that_is_too_large(server):
     just = json.dumps(TEXT).encode()
     assert server.request("POST", "/v1/completions", just.ljust(MAX_BODY_BYTES))[0] == 200
-    check_error(server.request("POST", "/v1/completions", just.ljust(MAX_BODY_BYTES + 1)), 413, "4194304 bytes")
+    assert server.request("POST", "/v1/completions", just.ljust(MAX_BODY_BYTES + 1))[0] == 413
 
 
 def test_the_api_key(serve):

@@ -1,8 +1,7 @@
 """Sampling: what a request may ask for, and the choice of each row's next token by its own parameters.
 
-The order and meaning of the steps are those of transformers' logits processors: penalties, temperature,
-top-k, top-p, min-p. The random number of a row comes from its request, so that a row's token does not depend on
-the rows beside it.
+The order and meaning of the steps are those of transformers' logits processors: temperature, top-k, top-p, min-p.
+The random number of a row comes from its request, so that a row's token does not depend on the rows next to it.
 """
 
 from __future__ import annotations
@@ -41,10 +40,6 @@ class CommonParams(BaseModel):
         top_k: sample from this many likeliest tokens; 0: from all.
         top_p: sample from the likeliest tokens that together have this share of probability.
         min_p: exclude tokens less likely than this times the likeliest one.
-        repetition_penalty: tokens that occurred, in the prompt too, get logits divided by it where positive,
-            multiplied where negative (arXiv:1909.05858); 1: none.
-        presence_penalty: taken from the logits of tokens that occurred in the answer; -2 to 2.
-        frequency_penalty: the same, times how often the token occurred in the answer; -2 to 2.
         stop: text that ends the answer, which stops right before it. One string or several.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
         ignore_eos: do not end at the model's own end tokens.
@@ -58,9 +53,6 @@ class CommonParams(BaseModel):
     top_k: int = Field(0, ge=0, le=2**31 - 1)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     # OpenAI takes 4 stop strings, evaluations send more.
     stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=512)], ...], _as_tuple(16)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], _as_tuple(128)] = ()
@@ -89,77 +81,33 @@ class SamplingParams(CommonParams):
         """Whether sampling excludes tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
-    @property
-    def penalties(self) -> bool:
-        """Whether tokens that occurred before count."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-
-def choose(
-    logits_BV: Tensor,
-    params: list[SamplingParams],
-    uniforms: list[float],
-    histories: list[tuple[list[int], int]],
-) -> list[int]:
+def choose(logits_BV: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
     """One token per row; -1 where the row's logits are not finite.
 
     Args:
         logits_BV: the model's logits; not changed.
         params: of each row.
         uniforms: a random number in [0, 1) for each row; used where temperature is above 0.
-        histories: the tokens of each row so far, and how many of them are its prompt's; used where there are penalties.
     """
-    device = logits_BV.device
     top_B, token_B = logits_BV.max(dim=-1)
     finite_B = top_B.isfinite()  # the maximum is NaN as soon as one logit is
-
-    special = [row for row, item in enumerate(params) if item.temperature > 0 or item.penalties]
-    if special:
-        picked = [params[row] for row in special]
-        row_N = torch.tensor(special, device=device)
+    for filters in (False, True):
+        drawn = [row for row, item in enumerate(params) if item.temperature > 0 and item.filters == filters]
+        if not drawn:
+            continue
+        row_N, picked = torch.tensor(drawn, device=logits_BV.device), [params[row] for row in drawn]
         scores_NV = logits_BV[row_N].to(torch.promote_types(logits_BV.dtype, torch.float32))
         # A failed row must not raise; its token is not used.
         scores_NV = torch.where(finite_B[row_N, None], scores_NV, 0.0)
-        if any(item.penalties for item in picked):
-            scores_NV = penalise(scores_NV, picked, [histories[row] for row in special])
-        token_N = scores_NV.argmax(-1)
-        for filters in (False, True):
-            drawn = [row for row, item in enumerate(picked) if item.temperature > 0 and item.filters == filters]
-            if drawn:
-                index = torch.tensor(drawn, device=device)
-                token_N[index] = _draw(
-                    scores_NV[index], [picked[row] for row in drawn], [uniforms[special[row]] for row in drawn], filters
-                )
-        token_B[row_N] = token_N
+        scores_NV = scores_NV / _column([item.temperature for item in picked], scores_NV)
+        own = [uniforms[row] for row in drawn]
+        if filters:
+            ranked_NC, token_NC = keep_likely(scores_NV, picked)
+            token_B[row_N] = token_NC.gather(1, inverse_cdf(ranked_NC.softmax(-1), own)[:, None])[:, 0]
+        else:
+            token_B[row_N] = inverse_cdf(scores_NV.softmax(-1), own)
     return torch.where(finite_B, token_B, -1).tolist()
-
-
-def penalise(scores_NV: Tensor, params: list[SamplingParams], histories: list[tuple[list[int], int]]) -> Tensor:
-    """Scores after all penalties; see `CommonParams` for their meaning, `choose` for `histories`."""
-
-    def counts(rows: list[list[int]]) -> Tensor:
-        """How often each token occurs in each row; shorter rows are filled up with a token beyond the vocabulary."""
-        beyond, longest = scores_NV.shape[1], max(map(len, rows))
-        token_NL = torch.tensor([row + [beyond] * (longest - len(row)) for row in rows], device=scores_NV.device)
-        count_NV = scores_NV.new_zeros(len(rows), beyond + 1)
-        return count_NV.scatter_add_(1, token_NL.long(), torch.ones_like(token_NL, dtype=count_NV.dtype))[:, :-1]
-
-    factor_N1 = _column([item.repetition_penalty for item in params], scores_NV)
-    divided_NV = torch.where(scores_NV < 0, scores_NV * factor_N1, scores_NV / factor_N1)
-    scores_NV = torch.where(counts([tokens for tokens, _ in histories]) > 0, divided_NV, scores_NV)
-    count_NV = counts([tokens[prompt_tokens:] for tokens, prompt_tokens in histories])
-    presence_N1 = _column([item.presence_penalty for item in params], scores_NV)
-    frequency_N1 = _column([item.frequency_penalty for item in params], scores_NV)
-    return scores_NV - presence_N1 * (count_NV > 0) - frequency_N1 * count_NV
-
-
-def _draw(scores_NV: Tensor, params: list[SamplingParams], uniforms: list[float], filters: bool) -> Tensor:
-    """[N] tokens sampled from rows that all filter, or all do not."""
-    scores_NV = scores_NV / _column([item.temperature for item in params], scores_NV)
-    if not filters:
-        return inverse_cdf(scores_NV.softmax(-1), uniforms)
-    ranked_NC, token_NC = keep_likely(scores_NV, params)
-    return token_NC.gather(1, inverse_cdf(ranked_NC.softmax(-1), uniforms)[:, None])[:, 0]
 
 
 def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor]:

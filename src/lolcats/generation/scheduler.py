@@ -136,8 +136,7 @@ class Scheduler:
         try:
             params = [request.params for request in requests]
             uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
-            histories = [(request.tokens, request.prompt_tokens) for request in requests]
-            tokens = choose(logits_BV, params, uniforms, histories)
+            tokens = choose(logits_BV, params, uniforms)
             logprobs = logprobs_of(logits_BV, tokens, params)
         except Exception as error:
             self.fail(requests, error)

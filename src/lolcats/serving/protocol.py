@@ -1,7 +1,7 @@
 """OpenAI's protocol as this server accepts it: requests, checked, and errors.
 
-https://platform.openai.com/docs/api-reference (completions, chat). Beyond it, `top_k`, `min_p`, `repetition_penalty`,
-`stop_token_ids` and `ignore_eos` as vLLM has them.
+https://platform.openai.com/docs/api-reference (completions, chat). Beyond it, `top_k`, `min_p`, `stop_token_ids` and
+`ignore_eos` as vLLM has them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ IGNORED = frozenset(
 # Values of parameters that this server does not have, which ask for nothing.
 DEFAULTS: dict[str, Any] = {
     "logit_bias": {},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
     "best_of": 1,
     "echo": False,
     "suffix": "",

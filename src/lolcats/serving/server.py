@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
@@ -81,11 +81,11 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         await asyncio.to_thread(engine.shutdown, drain=False)
 
     # No pages of documentation: they would load scripts from elsewhere.
-    app = FastAPI(title="lolcats", lifespan=lifespan, docs_url=None, redoc_url=None)
+    pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
+    app = FastAPI(title="lolcats", lifespan=lifespan, max_body_size=MAX_BODY_BYTES, **pages)
     service = Service(engine, settings)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_middleware(LimitBody)
     app.add_middleware(Measure, metrics=service.metrics)
     if settings.cors:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors, allow_methods=["*"], allow_headers=["*"])
@@ -148,26 +148,6 @@ async def _invalid(request: Request, error: Any) -> Response:
     elif first["type"] == "missing":
         message = "missing parameter"
     return await _http_error(request, ApiError(400, f"{name}: {message}" if name else message, param=name or None))
-
-
-class LimitBody:
-    """ASGI middleware: bodies of more than `MAX_BODY_BYTES` get status 413."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = 0
-
-        async def limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is larger than the {MAX_BODY_BYTES} bytes that this server takes")
-            return message
-
-        await self.app(scope, limited, send)
 
 
 class Service:

@@ -506,7 +506,7 @@ def test_a_gpu_that_this_build_of_pytorch_cannot_use_is_no_silent_cpu(tmp_path, 
 def gguf_folder(tmp_path, request):
     """A tiny quantized Llama as a GGUF file, and the weights that it holds; the parameter is its `add_bos_token`."""
     gguf = pytest.importorskip("gguf")
-    if not hasattr(transformers, "GgufConfig"):
+    if transformers.__version__.startswith(("5.17", "5.18")):
         pytest.skip("needs transformers 5.19")
     import numpy as np
 

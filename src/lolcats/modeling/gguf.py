@@ -12,13 +12,17 @@ from lolcats.errors import UserError
 from lolcats.modeling.quantised import forget_quantisation
 
 
+FIRST_RELEASE = 5, 19
+"""Of transformers that reads all tokenizers; 5.17 loses the merges of SentencePiece vocabularies."""
+
+
 def dequantizing() -> dict[str, Any]:
     """Argument of `from_pretrained`, without which GGUF weights stay quantized.
 
     Raises:
         UserError: this release of transformers is too old.
     """
-    if not hasattr(transformers, "GgufConfig"):
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < FIRST_RELEASE:
         raise UserError(
             f"transformers {transformers.__version__} misreads the tokenizers of some GGUF files: use 5.19 or newer, or"
             " the model's own repository instead of a GGUF file"

@@ -11,7 +11,6 @@ from transformers.utils import cached_file
 from lolcats.errors import UserError
 from lolcats.modeling.quantised import forget_quantisation
 
-
 FIRST_RELEASE = 5, 19
 """Of transformers that reads all tokenizers; 5.17 loses the merges of SentencePiece vocabularies."""
 

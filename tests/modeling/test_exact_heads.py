@@ -11,7 +11,6 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
-from lolcats.modeling.heads import HeadSplit
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 EXACT = ["0.1", "1.0"]
@@ -75,16 +74,6 @@ def test_transfer_compares_the_linear_heads_alone(kit):
 
     model(kit.tokens(2, 12), use_cache=False, attention_call=AttentionCall(mode="softmax", observe=observe))
     assert sorted(seen) == [0, 1]
-
-
-def test_heads_are_taken_apart_and_joined():
-    x = torch.randn(2, 12, 3, 5)  # two query heads for each of six KV heads
-    for exact in ([0], [5], [2, 3], [0, 2, 5], [1, 2, 3, 4, 5]):
-        heads = HeadSplit(6, exact)
-        taken, rest = heads.split(x)
-        assert torch.equal(taken, torch.cat([x[:, 2 * g : 2 * g + 2] for g in exact], 1))
-        assert torch.equal(rest, heads.take_linear(x))
-        assert torch.equal(heads.join(taken, rest), x)
 
 
 def test_native_windows_cost_a_budget_little(kit):

@@ -193,21 +193,6 @@ def lolcats_mask(
     return attention_mask[:, None, None]
 
 
-def keep_implementation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the decoder.
-
-    Raises:
-        ValueError: a hybrid pass, but the attention implementation was changed, which brings softmax attention back.
-    """
-    name, call = module.config._attn_implementation, kwargs.get(ATTENTION_CALL) or HYBRID  # type: ignore[union-attr]
-    if name != ATTENTION_NAME and call.mode == "hybrid":
-        raise ValueError(
-            f"attn_implementation={name!r}: with it, linearized layers would compute softmax attention; call"
-            f' set_attn_implementation("{ATTENTION_NAME}"), and use attention_call=AttentionCall(mode="softmax") for'
-            " the softmax attention of the base model"
-        )
-
-
 def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the decoder: which tokens form a sequence, without padding and with documents apart.
 
@@ -220,12 +205,22 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
 
     `rotary_positions` [B, T] are position ids that begin no document, however they count: nothing of them is read
     on the host, so that a CUDA graph can hold the pass. An empty mask keeps transformers from reading them.
+
+    Raises:
+        ValueError: a hybrid pass, but the attention implementation was changed, which brings softmax attention back.
     """
+    call: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
+    name = module.config._attn_implementation  # type: ignore[union-attr]
+    if name != ATTENTION_NAME and call.mode == "hybrid":
+        raise ValueError(
+            f"attn_implementation={name!r}: with it, linearized layers would compute softmax attention; call"
+            f' set_attn_implementation("{ATTENTION_NAME}"), and use attention_call=AttentionCall(mode="softmax") for'
+            " the softmax attention of the base model"
+        )
     if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
         return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
     given = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    call: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
     if call.rows is not None or len(args) > 2:
         return args, kwargs
     inputs = args[0] if args else kwargs.get("input_ids")
@@ -288,7 +283,7 @@ def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCal
 
 def prepare_passes(decoder: nn.Module) -> None:
     """Register the hooks of a decoder with linearized layers; those of its attention are `provide_cache_layer`."""
-    for hook in (keep_implementation, find_sequences, run_all_tokens):
+    for hook in (find_sequences, run_all_tokens):
         decoder.register_forward_pre_hook(hook, with_kwargs=True)
 
 

@@ -296,9 +296,8 @@ class LolcatsModel(LolcatsPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        *,
         past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
@@ -307,15 +306,8 @@ class LolcatsModel(LolcatsPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if cache is None and use_cache is None and self.training:
             use_cache = False
-        return self.get_decoder()(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **{CACHE: cache},
-            **kwargs,
-        )
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": use_cache, CACHE: cache}
+        return self.get_decoder()(**given, **kwargs)
 
 
 class LolcatsForSequenceClassification(LolcatsModel):
@@ -331,7 +323,7 @@ class LolcatsForSequenceClassification(LolcatsModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        *args: Any,
+        *,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -339,7 +331,7 @@ class LolcatsForSequenceClassification(LolcatsModel):
 
         That is the last one in attention_mask, else the last that is not `pad_token_id`.
         """
-        output = super().forward(input_ids, attention_mask, *args, **kwargs)
+        output = super().forward(input_ids, attention_mask, **kwargs)
         hidden_BTD = output.last_hidden_state
         pad, real_BT = self.config.text_config.pad_token_id, attention_mask
         if real_BT is None and input_ids is not None and pad is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import eager_mask
@@ -64,18 +64,6 @@ class LayerRecord:
     finds_cache: bool = False
     passes_kwargs: bool = False
     gets_call: bool = False
-
-
-class _RecordingCache(DynamicCache):
-    """A dynamic cache that remembers the shapes of the keys it was given."""
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
-        self.key_shapes: dict[int, tuple[int, ...]] = {}
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.key_shapes[layer_idx] = tuple(key_states.shape)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def probe(model: PreTrainedModel) -> list[LayerRecord]:
@@ -169,12 +157,13 @@ def _run(model: PreTrainedModel, recorder: _Recorder, **extra: Any) -> list[Laye
     """One forward pass of two tokens."""
     recorder.names = {module: name for name, module in model.named_modules()}
     recorder.records = {}
-    cache = _RecordingCache(model.config.get_text_config(decoder=True))
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     embedding: Any = model.get_input_embeddings()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=embedding.weight.device)
     model(input_ids=tokens, use_cache=True, **{CACHE: cache}, **extra)
     for record in recorder.records.values():
-        record.cached_key_shape = cache.key_shapes.get(record.index)
-        if record.cached_key_shape is not None:
-            record.shares_cache = isinstance(cache.layers[record.index], LinearAttentionCacheLayerMixin)
+        layer = cache.layers[record.index] if record.index < len(cache.layers) else None
+        if (keys := getattr(layer, "keys", None)) is not None:
+            record.cached_key_shape = tuple(keys.shape)
+            record.shares_cache = isinstance(layer, LinearAttentionCacheLayerMixin)
     return sorted(recorder.records.values(), key=lambda record: record.index)

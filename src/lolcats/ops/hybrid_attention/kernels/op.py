@@ -21,7 +21,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.backward import backward
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forward
-from lolcats.ops.hybrid_attention.kernels.operands import Operands, is_eager
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, once, push_tokens
@@ -99,7 +99,7 @@ def triton_attention(
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, base_N, layout)
     scoring = params.scale_of(q_BHTD), params.softcap
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if save or not is_eager(tensors):
+    if save or torch.compiler.is_compiling():
         y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, *scoring), None, save)
     else:
         out, states = forward(Operands.of(tensors, sequences, config, *scoring))

@@ -8,7 +8,7 @@ would read them is not compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -32,18 +32,6 @@ STATE_CHUNK = 64
 LOG2_E = 1.4426950408889634
 # Rows of q, k, v beyond this take the configurations with smaller tiles: head_dim 256, or 128 in float32.
 WIDE_ROW_BYTES = 256
-
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-
-
-def is_eager(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether nothing but autograd would look at an operator's call: no compiler, mode, transform or subclass."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and _PLAIN.issuperset(map(type, tensors))
-    )
 
 
 def cdiv(a: int, b: int) -> int:

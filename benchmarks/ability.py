@@ -83,7 +83,7 @@ class Answers:
     def _quantised(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
         """Results as the engine's, of one batch."""
         batch = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-        cache = QuantizedCache("quanto", self.model.config, nbits=self.bits)
+        cache = QuantizedCache("hqq", self.model.config, nbits=self.bits, axis_key=1, axis_value=1)
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens, "past_key_values": cache}
         if "stop" in params:
             settings |= {"stop_strings": list(params["stop"]), "tokenizer": self.tokenizer}
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--teacher-answers", type=Path, help="file; written with the first model's answers if absent")
     parser.add_argument("--agreement", type=int, default=100, help="answers of a task that are compared")
     parser.add_argument("--only", default="", help="measures whose names begin as this regular expression says")
-    parser.add_argument("--cache-bits", type=int, help="4, 8: of a softmax model's keys and values (quanto)")
+    parser.add_argument("--cache-bits", type=int, help="4, 8: of a softmax model's keys and values (hqq)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--before", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--questions", type=int, default=500)

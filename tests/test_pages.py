@@ -58,3 +58,24 @@ def test_pictures_are_shown():
     shown = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for picture in (ROOT / "docs" / "images").iterdir():
         assert f"images/{picture.name})" in shown
+
+
+def prose(text: str) -> list[str]:
+    """Sentences without tables, code, headings and what links point to; an item of a list is a sentence at least."""
+    text = re.sub(r"<!-- ([\w-]+) -->.*?<!-- /\1 -->", "", FENCE.sub("", text), flags=re.DOTALL)
+    text = re.sub(r"^(    \S.*|\s*\|.*|#.*|!\[.*)$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    blocks = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", text)
+    return [part for block in blocks for part in re.split(r"(?<=[.:;?!])\s+(?=\W*[A-Za-z0-9])", block) if part.strip()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_short_and_its_numbers_stand_in_tables(page):
+    """Sentences of at most 35 words, and at most 8 numbers in 100 words."""
+    sentences = prose(page.read_text(encoding="utf-8"))
+    long = [sentence for sentence in sentences if len(sentence.split()) > 35]
+    assert not long, "\n\n".join(long)
+    words = " ".join(sentences).split()
+    numbers = [word for word in words if re.match(r"\W*\d", word)]
+    assert len(numbers) <= 0.08 * len(words), f"{len(numbers)} numbers in {len(words)} words: {' '.join(numbers)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lolcats.config import LinearizeConfig, TransferSection, merge
 from lolcats.errors import UserError
@@ -35,15 +34,6 @@ def test_every_item_counts_once_and_all_ranks_get_equally_many(items, world):
     shares = [Group(rank, world).share(range(items)) for rank in range(world)]
     assert sorted(item for share in shares for item, counts in share if counts) == list(range(items))
     assert len({len(share) for share in shares}) == 1
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8, 62])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_rows_are_sharded_as_torch_chunks_them(rows, world):
-    full = torch.arange(rows)
-    chunks = [*full.chunk(world), *[full[:0]] * world][:world]
-    for rank in range(world):
-        assert torch.equal(full[sharding.shard_of(rows, rank, world)], chunks[rank])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class ShardReader:
 
 
 class BaseCheckpoint:
-    """A base model's weights on disk, read into it: submodules whole, or single weights by rows.
+    """A base model's weights on disk, read into it by submodules.
 
     transformers' own rules say which tensors in the files make which weight in memory. They are internal, which is why
     pyproject.toml bounds the version and the tests go through all families.
@@ -163,21 +163,6 @@ class BaseCheckpoint:
         """Tensor in the files -> its name in a folder of the base model alone; without those of other parts."""
         found = {name: to for name, to in self._target.items() if to in self._shapes}
         return found | {name: rename_source_key(name, self._text_names, [])[0] for name in self._converted}
-
-    def sources(self, names: Iterable[str]) -> dict[str, str]:
-        """Weight of the model -> the one tensor in the files that it is, for reading it by rows.
-
-        Raises:
-            UserError: a weight is made of several tensors, or of none.
-        """
-        found = {to: name for name, to in self._target.items() if name not in self._converted}
-        if absent := [name for name in names if name not in found]:
-            raise UserError(
-                f"{self.folder} cannot be read by rows: it has no tensor that is the model's {absent[0]} ({len(absent)}"
-                " of the model's are missing), so transformers merges weights while it loads. Save the model once with"
-                " save_pretrained by a current transformers, or set parallel.shard=off"
-            )
-        return found
 
     def _tied(self, reader: ShardReader) -> set[str]:
         names = {to: name for name, to in self._target.items()}

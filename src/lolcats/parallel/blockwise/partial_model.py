@@ -96,21 +96,11 @@ class PartialModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of all the model's weights; a decoder layer at a time is in memory."""
-        for part in self._parts():
+        for part in weight_parts(self.model, self.checkpoint.tied):
             with self.loaded(part):
                 for name, tensor in self.model.state_dict().items():
                     if name.startswith(f"model.{part}.") and name.removeprefix("model.") not in self.checkpoint.tied:
                         yield name, tensor
-
-    def _parts(self) -> list[str]:
-        """Paths in the base model of submodules that together hold all weights: layers one by one, then the rest."""
-        path, layers = decoder_layers(self.model)
-        parts = [embedding_name(self.model), *(f"{path}.{index}" for index in range(len(layers)))]
-        for name, _ in self.model.model.named_parameters(remove_duplicate=False):
-            module = name.rpartition(".")[0]
-            if name not in self.checkpoint.tied and not any(f"{module}.".startswith(f"{part}.") for part in parts):
-                parts.append(module)
-        return parts
 
     def _release(self, part: str) -> None:
         for module in self.model.model.get_submodule(part).modules():
@@ -120,3 +110,18 @@ class PartialModel:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+
+def weight_parts(model: LolcatsForCausalLM, tied: set[str]) -> list[str]:
+    """Paths in the base model of submodules that together hold all weights: layers one by one, then the rest.
+
+    Args:
+        tied: names of weights that are another one under a second name.
+    """
+    path, layers = decoder_layers(model)
+    parts = [embedding_name(model), *(f"{path}.{index}" for index in range(len(layers)))]
+    for name, _ in model.model.named_parameters(remove_duplicate=False):
+        module = name.rpartition(".")[0]
+        if name not in tied and not any(f"{module}.".startswith(f"{part}.") for part in parts):
+            parts.append(module)
+    return parts

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from lolcats.errors import UserError
+from lolcats.modeling.decoder import decoder_layers, embedding_name
 from lolcats.modeling.text_tower import TEXT_NAMES
 
 SINGLE = "model.safetensors"
@@ -172,6 +173,21 @@ class BaseCheckpoint:
             return len(held) == 2 and not torch.equal(*held)
 
         return {second for second, first in self.base.all_tied_weights_keys.items() if not differ(first, second)}
+
+
+def weight_parts(model: Any, tied: set[str]) -> list[str]:
+    """Paths in the base model of submodules that together hold all weights: layers one by one, then the rest.
+
+    Args:
+        tied: names of weights that are another one under a second name.
+    """
+    path, layers = decoder_layers(model)
+    parts = [embedding_name(model), *(f"{path}.{index}" for index in range(len(layers)))]
+    for name, _ in model.model.named_parameters(remove_duplicate=False):
+        module = name.rpartition(".")[0]
+        if name not in tied and not any(f"{module}.".startswith(f"{part}.") for part in parts):
+            parts.append(module)
+    return parts
 
 
 def checkpoint_folder(path: str, revision: str | None) -> Path:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lolcats.checkpoint.read import BaseCheckpoint, checkpoint_folder
+from lolcats.checkpoint.read import BaseCheckpoint, checkpoint_folder, weight_parts
 from lolcats.config import LinearizeConfig, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -27,7 +27,6 @@ from lolcats.errors import UserError
 from lolcats.modeling.decoder import decoder_layers
 from lolcats.modeling.loading import load_skeleton, locate
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.parallel.blockwise.partial_model import weight_parts
 from lolcats.parallel.group import Group
 
 REPLICATED_SHARE = 0.25  # of a GPU's memory that replicated weights may take; the rest is for activations

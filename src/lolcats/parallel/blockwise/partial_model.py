@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lolcats.checkpoint.read import BaseCheckpoint, checkpoint_folder
+from lolcats.checkpoint.read import BaseCheckpoint, checkpoint_folder, weight_parts
 from lolcats.config import LinearizeConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
@@ -110,18 +110,3 @@ class PartialModel:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-
-def weight_parts(model: LolcatsForCausalLM, tied: set[str]) -> list[str]:
-    """Paths in the base model of submodules that together hold all weights: layers one by one, then the rest.
-
-    Args:
-        tied: names of weights that are another one under a second name.
-    """
-    path, layers = decoder_layers(model)
-    parts = [embedding_name(model), *(f"{path}.{index}" for index in range(len(layers)))]
-    for name, _ in model.model.named_parameters(remove_duplicate=False):
-        module = name.rpartition(".")[0]
-        if name not in tied and not any(f"{module}.".startswith(f"{part}.") for part in parts):
-            parts.append(module)
-    return parts

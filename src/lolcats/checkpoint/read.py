@@ -176,11 +176,7 @@ class BaseCheckpoint:
 
 
 def weight_parts(model: Any, tied: set[str]) -> list[str]:
-    """Paths in the base model of submodules that together hold all weights: layers one by one, then the rest.
-
-    Args:
-        tied: names of weights that are another one under a second name.
-    """
+    """Paths in the base model of submodules that hold all weights but `tied`: layers one by one, then the rest."""
     path, layers = decoder_layers(model)
     parts = [embedding_name(model), *(f"{path}.{index}" for index in range(len(layers)))]
     for name, _ in model.model.named_parameters(remove_duplicate=False):

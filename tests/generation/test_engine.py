@@ -183,21 +183,6 @@ def test_admission_is_first_come_first_served(make_engine):
     assert order == list(range(8))
 
 
-def test_not_finite_logits_end_one_request(kit, own_model, make_engine):
-    """A poisoned embedding row concerns only requests that feed the token, and not the slot's next one."""
-    own_model.get_input_embeddings().weight.data[7] = torch.nan
-    engine = make_engine(own_model, max_slots=2)
-    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    prompts = [[7, 1, 2], [3, 4, 5], [8, 9], [1, 7], [10, 11, 12], [13]]
-    results = engine.generate(prompts, params)
-    assert [result.finish_reason for result in results] == ["error", "length", "length", "error", "length", "length"]
-    assert "not finite" in results[0].error
-    for prompt, result in zip(prompts, results, strict=True):
-        if result.finish_reason == "length":
-            assert result.token_ids == make_engine(own_model).generate([prompt], params)[0].token_ids
-    assert slots_are_free(engine)
-
-
 def test_a_callback_that_fails_ends_its_request_only(make_engine):
     engine = make_engine()
 

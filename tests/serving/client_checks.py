@@ -103,27 +103,14 @@ def stop_string(client: openai.OpenAI, model: str) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def seed(client: openai.OpenAI, model: str) -> None:
-    def sample(number: int) -> str:
-        return (
-            client.completions.create(
-                model=model, prompt=PROMPT, max_tokens=16, temperature=1.5, seed=number, extra_body={"ignore_eos": True}
-            )
-            .choices[0]
-            .text
-        )
-
-    assert sample(1) == sample(1)
-    assert len({sample(number) for number in range(1, 5)}) > 1
-
-
-def several_choices(client: openai.OpenAI, model: str) -> None:
-    answer = client.completions.create(
-        model=model, prompt=PROMPT, n=3, max_tokens=16, temperature=1.5, seed=1, extra_body={"ignore_eos": True}
-    )
-    assert sorted(choice.index for choice in answer.choices) == [0, 1, 2]
-    assert len({choice.text for choice in answer.choices}) > 1
-    assert answer.usage.completion_tokens == 48
+def seeds_and_choices(client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"max_tokens": 16, "temperature": 1.5, "extra_body": {"ignore_eos": True}}
+    first, again = (client.completions.create(model=model, prompt=PROMPT, n=3, seed=1, **asked) for _ in range(2))
+    texts = [[choice.text for choice in answer.choices] for answer in (first, again)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert first.usage.completion_tokens == 48
 
 
 def logprobs(client: openai.OpenAI, model: str) -> None:
@@ -169,8 +156,7 @@ CHECKS = [
     chat_stream,
     completion_stream,
     stop_string,
-    seed,
-    several_choices,
+    seeds_and_choices,
     logprobs,
     sampling_parameters,
     refusals,

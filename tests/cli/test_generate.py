@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -97,16 +95,6 @@ def test_mistakes(cli, linearized, arguments, message):
     assert (result.exit_code, message in result.stderr) == (1, True)
 
 
-@pytest.mark.parametrize("command", [["generate", "-p", "w1"], ["chat"]])
-def test_how_a_length_cap_is_given(cli, real, replace_module, monkeypatch, command):
-    calls = []
-    replace_module("lolcats.evaluation.load", load_model=lambda path, **given: calls.append(given) or real)
-    options = [*command[1:], "--max-new-tokens", "2", "--linear-length-cap", 90]
-    assert cli(command[0], "out/", *options).exit_code == 0
-    (given,) = calls
-    assert given["linear_length_cap"] == 90
-
-
 def chat(*lines, options=()):
     arguments = ["chat", "out/", "--temperature", "0", "--max-new-tokens", "4", *map(str, options)]
     return CliRunner().invoke(app, arguments, input="".join(line + "\n" for line in lines))
@@ -148,13 +136,3 @@ def test_chat_refuses_bad_options_and_other_models(linearized, replace_module, r
     result = chat("w1")
     assert result.exit_code == 1
     assert "the engine runs linearized models" in result.stderr
-
-
-def test_what_generating_does_not_need_is_not_imported():
-    """It was a third of the modules, and a quarter of the time that imports took."""
-    code = """import sys
-import lolcats.cli.generate, lolcats.generation.engine, lolcats.evaluation.load
-print(*(name for name, module in sys.modules.items() if module))"""
-    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "lolcats.generation.engine" in imported
-    assert not {"datasets", "peft"} & set(imported)

@@ -65,11 +65,11 @@ def test_finish_reasons(kit, model, make_engine):
     assert (free.finish_reason, len(free.token_ids), free.prompt_tokens) == ("length", 40, 9)
     token = free.token_ids[4]
     stopped = engine.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True, stop_token_ids=[token]))[0]
-    assert (stopped.finish_reason, stopped.stop) == ("stop", token)
+    assert stopped.finish_reason == "stop"
     first = free.token_ids.index(token)
     assert stopped.token_ids == free.token_ids[: first + 1]
     ends = engine.generate([kit.random_tokens(9, seed) for seed in range(8)], SamplingParams(max_new_tokens=100))
-    assert any(result.finish_reason == "stop" and result.stop == kit.EOS for result in ends)
+    assert any(result.finish_reason == "stop" and result.token_ids[-1] == kit.EOS for result in ends)
 
 
 def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
@@ -83,7 +83,7 @@ def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
         handle = engine.submit(prompt, params)
         pieces = list(handle)
         result = handle.result()
-        assert (result.finish_reason, result.stop) == ("stop", stop)
+        assert result.finish_reason == "stop"
         assert result.text == free.text[: free.text.index(stop)] == "".join(pieces)
         assert len(result.token_ids) < len(free.token_ids)
 
@@ -236,7 +236,7 @@ def test_background_thread(kit, model, make_engine):
     def ask(index: int) -> None:
         handle = engine.submit(prompts[index], SamplingParams(max_new_tokens=12))
         text = "".join(handle)
-        result = handle.result(timeout=60)
+        result = handle.result()
         assert text == result.text
         answers[index] = result.token_ids
 
@@ -260,9 +260,9 @@ def test_nobody_waits_for_an_engine_that_breaks(make_engine, monkeypatch):
     monkeypatch.setattr(Scheduler, "step", lambda self: (_ for _ in ()).throw(ZeroDivisionError("a mistake")))
     handles = [engine.submit([index], SamplingParams(max_new_tokens=9, ignore_eos=True)) for index in range(3)]
     engine.start()
-    assert [handle.result(timeout=60).error for handle in handles] == ["ZeroDivisionError: a mistake"] * 3
+    assert [handle.result().error for handle in handles] == ["ZeroDivisionError: a mistake"] * 3
     monkeypatch.setattr(Scheduler, "step", step)
-    assert engine.submit([1], SamplingParams(max_new_tokens=3)).result(timeout=60).error is None
+    assert engine.submit([1], SamplingParams(max_new_tokens=3)).result().error is None
     engine.shutdown()
 
 
@@ -270,8 +270,7 @@ def test_shutdown_without_finishing(make_engine):
     engine = make_engine(max_slots=1).start()
     params = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
     handles = [engine.submit([index], params) for index in range(3)]
-    with pytest.raises(TimeoutError, match="not finished after"):
-        handles[0].result(timeout=0.01)
+    next(iter(handles[0]))
     engine.shutdown(drain=False)
     assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 3
     assert slots_are_free(engine)

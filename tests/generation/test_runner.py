@@ -78,16 +78,6 @@ def test_before_a_capture_nothing_changes(kit, monkeypatch):
     assert all(passes[0].values())
 
 
-def test_rows_beyond_the_count_keep_their_state(kit, any_model):
-    runner = padded(Runner(any_model, 4, 64))
-    runner.prefill([0, 1, 2, 3], [kit.random_tokens(5, seed) for seed in range(4)])
-    before = runner.cache.read(3)
-    runner.decode([1, 2, 3])  # four rows run
-    after = runner.cache.read(3)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert runner.cache.lengths == runner.cache.length_S.tolist() == [6, 6, 6, 5]
-
-
 @torch.no_grad()
 def test_slots_with_sums_in_planes(kit, model):
     """As the kernel of 16-bit models' steps leaves them: the same results, and snapshots do not show it."""

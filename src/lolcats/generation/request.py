@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -65,14 +64,12 @@ class Result(Piece):
         token_ids: the new tokens, the one that ended the answer included.
         finish_reason: "stop" (end token or stop string), "length", "cancelled" or "error".
         prompt_tokens: tokens before the new ones, those of a snapshot included.
-        stop: the stop string or stop token that was met.
         error: the failure's type and message.
         snapshot: the state at the end, if `keep_state` asked for it.
     """
 
     finish_reason: str
     prompt_tokens: int
-    stop: str | int | None = None
     error: str | None = None
     snapshot: Snapshot | None = None
 
@@ -94,7 +91,7 @@ class Request:
         prompt_tokens: how many of them were there before the first generated one.
         fed: how many of them the slot's state holds.
         slot: -1 without.
-        stop_token: the token that ended the answer, if one did; it has no text.
+        has_end_token: whether the last token ended the answer; it has no text.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class Request:
         self.random = random.Random(params.seed if params.seed is None else params.seed % 2**64)  # it takes -1 for 1
         self.stream = stream or bool(params.stop)
         self.stops = StopStrings(params.stop)
-        self.stop_token: int | None = None
+        self.has_end_token = False
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self._detokenizer, self._text, self._emitted = Detokenizer(tokenizer), "", 0
@@ -136,19 +133,11 @@ class Request:
     def done(self) -> bool:
         return self._result is not None
 
-    def result(self, timeout: float | None = None) -> Result:
-        """The finished result.
-
-        Raises:
-            TimeoutError: it is not finished after `timeout` seconds.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def result(self) -> Result:
+        """The finished result."""
         while self._result is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left < 0:
-                raise TimeoutError(f"the request is not finished after {timeout} s")
             if not self._advance():
-                self._finished.wait(left)
+                self._finished.wait()
         return self._result
 
     def __iter__(self) -> Iterator[str]:
@@ -183,7 +172,7 @@ class Request:
     def close_text(self) -> None:
         """The rest of the text, after the last token."""
         if not self.stream:
-            end = None if self.stop_token is None else -1
+            end = -1 if self.has_end_token else None
             self._detokenizer.extend(self.tokens[self.prompt_tokens : end])
         if self.stops.found is None:
             self._emit(self.stops.push(self._detokenizer.finish()))
@@ -199,7 +188,6 @@ class Request:
 
     def end(self, reason: str, error: str | None, snapshot: Snapshot | None) -> None:
         """Deliver the result."""
-        stop = self.stops.found if self.stop_token is None else self.stop_token
         self._result = Result(
             self._text,
             self.tokens[self.prompt_tokens :],
@@ -207,7 +195,6 @@ class Request:
             self.top_logprobs,
             finish_reason=reason,
             prompt_tokens=self.prompt_tokens,
-            stop=stop if reason == "stop" else None,
             error=error,
             snapshot=snapshot,
         )

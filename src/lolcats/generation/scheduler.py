@@ -160,7 +160,7 @@ class Scheduler:
         """Why the answer ends with its newest token; None: it does not."""
         params = request.params
         if token in params.stop_token_ids or (token in self.end_tokens and not params.ignore_eos):
-            request.stop_token = token
+            request.has_end_token = True
             return "stop"
         if request.stream:
             request.add_text(token)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import random
 
 import numpy as np
@@ -72,25 +71,6 @@ def test_result_does_not_depend_on_batching(tokenizer, monkeypatch, characters: 
     assert parts.is_label.tolist() == whole.is_label.tolist()
     assert parts.document_ids.tolist() == whole.document_ids.tolist()
     assert (parts.rows_read, parts.skipped) == (50, {"nothing": rows.count("nothing")})
-
-
-def test_long_texts_and_later_forks_do_not_warn(tokenizer, monkeypatch, capfd, recwarn) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    monkeypatch.setattr(packing, "_set_here", False)
-    tokenizer.model_max_length = 4
-    stream(tokenizer, [Document([("abcdefgh" * 10, True)])] * 100)
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    captured = capfd.readouterr()
-    assert captured.err == ""
-    assert not [warning for warning in recwarn if "longer" in str(warning.message)]
-    # and the user's own choice stands
-    monkeypatch.setattr(packing, "_set_here", False)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "0")
-    stream(tokenizer, QA)
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "0"
 
 
 @pytest.mark.parametrize(("count", "batch"), [(8, 8), (101, 8)])

@@ -96,14 +96,10 @@ def test_damaged_and_foreign_caches(streamed, assert_equals_joint, fail_at, tmp_
     assert_equals_joint(tmp_path / "out")
 
 
-def test_a_full_disk_before_and_while_blocks_are_trained(streamed, assert_equals_joint, fail_at, monkeypatch, tmp_path):
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-        with pytest.raises(UserError, match=r"hidden states of 2 blocks need .* GiB .* free"):
-            streamed(resume=False)
+def test_a_full_disk_while_blocks_are_trained(streamed, assert_equals_joint, fail_at, tmp_path):
     fail_at(ActivationCache, "write", 30, UserError("no room"))
     with pytest.raises(UserError, match="no room"):
-        streamed()
+        streamed(resume=False)
     streamed()
     assert_equals_joint(tmp_path / "out")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +17,6 @@ from lolcats.errors import UserError
 from lolcats.parallel.group import Group
 from lolcats.parallel.launch import open_group
 from lolcats.pipeline import linearize
-from lolcats.training import loop
 from lolcats.training.attention_transfer import TransferStage
 
 QUIET = Console(quiet=True)
@@ -91,30 +88,7 @@ def _nan(group: Group) -> Iterator[None]:
         TransferStage.micro_step = original
 
 
-@contextmanager
-def _full_disk(group: Group) -> Iterator[None]:
-    """Rank 1 can write no file of more than 100 bytes once the first checkpoint is written."""
-    original, calls = loop.write_checkpoint, [0]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def limited(*args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 2 and group.rank == 1:  # the second one of stage 1
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-        try:
-            return original(*args)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    loop.write_checkpoint = limited
-    try:
-        yield
-    finally:
-        loop.write_checkpoint = original
-
-
-FAULTS: dict[str, Callable[[Group], Any]] = {"none": _none, "nan": _nan, "full disk": _full_disk}
+FAULTS: dict[str, Callable[[Group], Any]] = {"none": _none, "nan": _nan}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

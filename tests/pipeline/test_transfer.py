@@ -39,7 +39,8 @@ def test_local_backward_is_the_gradient_of_the_joint_loss(transfer_stage, gradie
     local = gradients(stage)
     for name in local:
         assert local[name].abs().max() > 0, name
-
+    with_gradient = {name for name, p in stage.model.named_parameters() if p.grad is not None}
+    assert all("linear_attention" in name for name in with_gradient)
     stage.model.zero_grad()
     loss = global_loss(record_layers(stage, batch))
     loss.backward()
@@ -47,15 +48,6 @@ def test_local_backward_is_the_gradient_of_the_joint_loss(transfer_stage, gradie
     torch.testing.assert_close(reported["loss"], loss.detach())
     for name in local:
         torch.testing.assert_close(local[name], joint[name], rtol=1e-4, atol=1e-7)
-
-
-def test_only_feature_maps_and_window_factors_get_gradients(transfer_stage, gradients):
-    stage, train = transfer_stage()
-    stage.micro_step(train.batch(range(2)), 1.0)
-    with_gradient = {name for name, p in stage.model.named_parameters() if p.grad is not None}
-    assert with_gradient
-    assert all("linear_attention" in name for name in with_gradient)
-    assert any("window_factor" in name for name in with_gradient)
 
 
 def test_the_softmax_output_goes_on_to_the_next_layer(transfer_stage, model_dir):
@@ -106,18 +98,6 @@ def test_padding_does_not_count(transfer_stage):
     cut = layer_loss(stage.config, module, *(x[:, :, :-9] for x in (q, k, v, y_softmax)), call)
     torch.testing.assert_close(padded, cut)
     assert not torch.isclose(padded, layer_loss(stage.config, module, q, k, v, y_softmax, call))
-
-
-@pytest.mark.parametrize("factors", [{}, {"mse_factor": 0.0, "xent_factor": 1.0}])
-def test_training_lowers_the_validation_loss(transfer_stage, factors):
-    stage, train = transfer_stage(lr=1e-2, **factors)
-    before = stage.evaluate()["loss"]
-    optimizer = torch.optim.AdamW([p for block in stage.blocks() for p in block.values()], lr=1e-2, weight_decay=0)
-    for _ in range(30):
-        optimizer.zero_grad()
-        stage.micro_step(train.batch(range(4)), 1.0)
-        optimizer.step()
-    assert stage.evaluate()["loss"] < (0.98 if factors else 0.9) * before  # cross-entropy has the entropy as its floor
 
 
 def test_weights_cross_entropy_is_lowest_for_equal_weights(transfer_stage):

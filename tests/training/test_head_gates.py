@@ -14,7 +14,7 @@ from lolcats.config import GatesSection
 from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import heads_in_budget
-from lolcats.training.head_gates import GateStage, by_gate, heads_picture
+from lolcats.training.head_gates import GateStage, by_gate
 from lolcats.training.loop import Trainer, train
 
 
@@ -118,7 +118,6 @@ def test_micro_batches_do_not_change_the_gates(gate_stage, tokens):
 def test_the_largest_gates_come_first():
     gates = {0: [0.1, 0.9], 3: [0.9, 1.0], 4: [0.0, 0.2]}
     assert by_gate(gates) == [(3, 1), (0, 1), (3, 0), (4, 1), (0, 0), (4, 0)]  # of equal ones the earlier layer's
-    assert heads_picture(gates, {3: [1]}).row_count == 3
 
 
 def test_budgets(linearized):

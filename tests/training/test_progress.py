@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import re
 
 import pytest
 from rich.console import Console
@@ -38,23 +37,6 @@ def test_one_line_per_evaluation_and_interval_with_the_speed_since_resuming():
         "adjust 105/140  loss 0.2  lr 0.0001  3.15M tokens  10,000 tokens/s  ETA 0:01:45  perplexity 9.5 (best)",
         "adjust 108/140  loss 0.125  lr 0.0001  3.24M tokens  10,000 tokens/s  ETA 0:01:36  perplexity 7.25",
     ]
-
-
-def test_bar_on_a_terminal():
-    clock = Clock()
-    progress, stream = make(terminal=True, clock=clock)
-    progress.start("transfer", "loss", 10, 0)
-    progress.evaluated(0, 5.0, True)
-    for step in (2, 3):
-        clock.now += 1
-        progress.update(step, 0.5, 0.01, 1000 * step)
-    progress.message("a [note]")
-    progress.evaluated(3, 4.0, True)
-    progress.close()
-    progress.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    for part in ("transfer", "3/10", "loss 0.5", "lr 0.01", "1,000 tokens/s", "ETA", "loss 4 (best)", "a [note]"):
-        assert part in text
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -24,8 +22,6 @@ from lolcats.errors import UserError
 
 ROWS_PER_READ = 256
 CHARACTERS_PER_CALL = 2_000_000  # bounds the tokenizer's memory, about 100 bytes per token
-
-_set_here = False  # whether TOKENIZERS_PARALLELISM in the environment is ours
 
 
 @dataclass
@@ -84,20 +80,19 @@ def tokenise(
     pieces, labels, numbers = [np.zeros(0, np.int32)], [np.zeros(0, bool)], [np.zeros(0, np.int32)]
     tokens = document = rows_read = 0
     skipped: Counter[str] = Counter()
-    with parallel_tokenizer():
-        for rows in batches:
-            rows_read += len(rows)
-            skipped.update(row for row in rows if isinstance(row, str))
-            for group in _by_size(chain.from_iterable(row for row in rows if not isinstance(row, str))):
-                ids, is_label, lengths = _encode(group, tokenizer, eos)
-                ended = np.cumsum([0] + [not part.continues for part in group])
-                pieces.append(ids)
-                labels.append(np.ones_like(is_label) if loss_on == "all" else is_label)
-                numbers.append(np.repeat(document + ended[:-1], lengths).astype(np.int32))
-                document += int(ended[-1])
-                tokens += len(ids)
-            if max_tokens is not None and tokens >= max_tokens:
-                break
+    for rows in batches:
+        rows_read += len(rows)
+        skipped.update(row for row in rows if isinstance(row, str))
+        for group in _by_size(chain.from_iterable(row for row in rows if not isinstance(row, str))):
+            ids, is_label, lengths = _encode(group, tokenizer, eos)
+            ended = np.cumsum([0] + [not part.continues for part in group])
+            pieces.append(ids)
+            labels.append(np.ones_like(is_label) if loss_on == "all" else is_label)
+            numbers.append(np.repeat(document + ended[:-1], lengths).astype(np.int32))
+            document += int(ended[-1])
+            tokens += len(ids)
+        if max_tokens is not None and tokens >= max_tokens:
+            break
     ids_S, is_label_S, number_S = (np.concatenate(parts)[:max_tokens] for parts in (pieces, labels, numbers))
     return TokenStream(ids_S, is_label_S, number_S, rows_read, skipped)
 
@@ -184,25 +179,6 @@ def _by_size(documents: Iterable[Document]) -> Iterator[list[Document]]:
         characters += size
     if group:
         yield group
-
-
-@contextmanager
-def parallel_tokenizer() -> Iterator[None]:
-    """All cores while tokenising; afterwards off, so that a later fork neither hangs nor warns.
-
-    A value that the user has set is left alone.
-    """
-    global _set_here
-    name = "TOKENIZERS_PARALLELISM"
-    if name in os.environ and not _set_here:
-        yield
-        return
-    _set_here = True
-    os.environ[name] = "true"
-    try:
-        yield
-    finally:
-        os.environ[name] = "false"
 
 
 def token_stream(

@@ -100,10 +100,7 @@ def _mapped(file: Path, kind: type[np.generic], *shape: int) -> np.ndarray:
         if not found:
             file.unlink(missing_ok=True)
         raise UserError(
-            f"cannot write {file}: {error.strerror or error} (it takes {gib(size)}). Make room, then use --resume"
+            f"cannot write {file}: {error.strerror or error} (it takes {size / 2**30:.2f} GiB). Make room, then use"
+            " --resume"
         ) from error
     return np.memmap(file, kind, "r+", shape=shape)
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -26,7 +26,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.decoder import HIDDEN
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.parallel.blockwise.activation_cache import ActivationCache, delete_cache, gib
+from lolcats.parallel.blockwise.activation_cache import ActivationCache, delete_cache
 from lolcats.parallel.blockwise.layers import LayerBlock, divide
 from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.report import stage_summary
@@ -103,20 +103,6 @@ class Blocks:
             return False
         return all(len(cache.missing()) == 0 for cache in (self.caches(block) or {}).values())
 
-    def check_space(self, blocks: int) -> None:
-        """Refuse to begin if the inputs of `blocks` blocks do not fit beside one another."""
-        model, tokens = self.partial.model, self.data["train"].input_ids.shape[1]
-        self.activations.mkdir(parents=True, exist_ok=True)
-        rows = sum(map(len, self.sequences.values()))
-        needed = blocks * rows * tokens * model.config.hidden_size * model.model.dtype.itemsize
-        needed -= sum(file.stat().st_blocks * 512 for file in self.activations.glob("*.data"))
-        free = shutil.disk_usage(self.activations).free
-        if free < needed:
-            raise UserError(
-                f"the hidden states of {blocks} blocks need {gib(needed)} in {self.activations}, where {gib(free)} are"
-                " free. Choose another folder, larger blocks (transfer.block_layers) or fewer tokens"
-            )
-
     def _delete_inputs(self, block: LayerBlock) -> None:
         self._open.pop(block.index, None)
         for path in self._paths(block).values():
@@ -145,7 +131,6 @@ class Blocks:
             start -= 1  # this block must run again for the inputs of the next one
         for block in self.blocks[:start]:  # what a preempted run could not delete
             self._delete_inputs(block)
-        self.check_space(min(2, len(self.blocks) - 1))
         for block in self.blocks[start:]:
             if block.index < first:
                 self.console.print(f"{block}: passing the data through it again, because its outputs are gone")

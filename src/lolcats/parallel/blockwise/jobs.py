@@ -56,7 +56,8 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         _refuse_changes(folder, read_json(file), content)
     blocks = Blocks(config, partial, data, folder / "blocks", own, console, inputs=folder / "inputs")
     warn_of_few_updates("transfer", config.transfer, len(data["train"]), console)
-    blocks.check_space(len(blocks.blocks) - 1)
+    for block in blocks.blocks:
+        blocks.caches(block)  # reserves their room
     try:
         cache.save(folder / DATA_FILE, data)
         (folder / CONFIG_FILE).write_text(config.to_yaml())

@@ -36,36 +36,26 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class ApiError(HTTPException):
-    """A request that fails.
+def api_error(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> HTTPException:
+    """A request that fails, with the body that OpenAI's clients expect.
 
     Args:
-        status: HTTP status.
         message: for people: what was expected, what came.
         param: the field of the request that is wrong.
         code: for programs, such as "model_not_found".
         headers: to send with the body.
     """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, message[:1000], headers)  # it may repeat what the client sent, however long
-        self.param, self.code = param and param[:100], code
-
-
-def error_body(error: HTTPException) -> dict[str, Any]:
-    """The body of a response with an error, in OpenAI's form."""
-    status = error.status_code
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    details = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
-    return {"error": {"message": error.detail, "type": kind} | details}
+    # Message and field may repeat what the client sent, however long.
+    body = {"message": message[:1000], "type": kind, "param": param and param[:100], "code": code}
+    return HTTPException(status, {"error": body}, headers)  # type: ignore[arg-type]  # any JSON
 
 
 class StreamOptions(BaseModel):
@@ -90,7 +80,7 @@ class OpenAIRequest(CommonParams):
     def _known(cls, values: Any) -> Any:
         """The parameters that have an effect."""
         if not isinstance(values, dict):
-            raise ApiError(400, "expected a JSON object, and the header Content-Type: application/json")
+            raise api_error(400, "expected a JSON object, and the header Content-Type: application/json")
         kept = {}
         for given, value in values.items():
             name = "max_tokens" if given == "max_completion_tokens" else given
@@ -100,7 +90,7 @@ class OpenAIRequest(CommonParams):
                 message = f"parameter {name[:100]!r} is not supported by this server"
                 if name in DEFAULTS:
                     message += "; vLLM's may have it (vllm serve)"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
+                raise api_error(400, message, param=name, code="unsupported_parameter")
             kept[name] = value
         return kept
 
@@ -147,7 +137,7 @@ def _joined(content: Any) -> Any:
     texts: list[Any] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        texts.append(part.get(kind) if kind in ("text", "refusal") else None)
+        texts.append(part.get("text") if kind == "text" else None)
         if not isinstance(texts[-1], str):
             raise ValueError(
                 f"expected text or parts of the type 'text', got the type {str(kind)[:30]!r}: images and audio are not"
@@ -166,7 +156,6 @@ class Message(BaseModel):
     content: Annotated[
         str | None, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, Any]] | None)
     ] = None
-    refusal: str | None = None
     reasoning_content: str | None = None
     tool_calls: Any = None
 
@@ -180,8 +169,7 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it: one text, and "system" for OpenAI's newer "developer"."""
-        text = self.refusal or "" if self.content is None else self.content
-        values = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        values = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
         return values | ({"reasoning_content": self.reasoning_content} if self.reasoning_content else {})
 
 

@@ -8,9 +8,9 @@ import hmac
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -30,14 +30,11 @@ from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.text import chat_text
 from lolcats.serving.answers import ChatFormat, CompletionFormat
 from lolcats.serving.metrics import Measure, Metrics
-from lolcats.serving.protocol import ApiError, ChatRequest, CompletionRequest, OpenAIRequest, error_body
+from lolcats.serving.protocol import ChatRequest, CompletionRequest, OpenAIRequest, api_error
 from lolcats.serving.settings import ServerSettings
 
-CLIENT_GONE = 499  # nginx's number for "the client closed the connection"
 MAX_BODY_BYTES = 4 * 2**20
 MAX_CONNECTIONS = 1024  # more get 503
-
-Answer = TypeVar("Answer")
 
 
 class Server(uvicorn.Server):
@@ -104,7 +101,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
             # Headers are read as Latin-1, keys written as UTF-8.
             right = hmac.compare_digest(given.encode("latin-1"), settings.api_key.encode())
             if scheme.lower() != "bearer" or not right:
-                raise ApiError(401, "wrong or missing API key; expected Authorization: Bearer KEY", code="invalid_key")
+                raise api_error(401, "wrong or missing API key; expected Authorization: Bearer KEY", code="invalid_key")
 
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
     card = {"id": settings.model_name, "object": "model", "created": 0, "owned_by": "lolcats"}
@@ -132,11 +129,11 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    """`ApiError`, and Starlette's own: no such path (404), wrong method (405)."""
-    if not isinstance(error, ApiError):
+    """`api_error`, and Starlette's own: no such path (404), wrong method (405)."""
+    if not isinstance(error.detail, dict):
         message = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return JSONResponse(error_body(error), error.status_code, headers=error.headers)
+        error = api_error(error.status_code, message, headers=error.headers)
+    return JSONResponse(error.detail, error.status_code, headers=error.headers)
 
 
 async def _invalid(request: Request, error: Any) -> Response:
@@ -147,7 +144,7 @@ async def _invalid(request: Request, error: Any) -> Response:
         name, message = "", f"the body is not valid JSON: {first['ctx']['error']}"
     elif first["type"] == "missing":
         message = "missing parameter"
-    return await _http_error(request, ApiError(400, f"{name}: {message}" if name else message, param=name or None))
+    return await _http_error(request, api_error(400, f"{name}: {message}" if name else message, param=name or None))
 
 
 class Service:
@@ -165,19 +162,24 @@ class Service:
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 unless `name` is the model that is served; None is."""
+        """Raise HTTPException 404 unless `name` is the model that is served; None is."""
         if name not in (None, self.settings.model_name):
             message = f"no model {name!r}; this server has {self.settings.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise api_error(404, message, param="model", code="model_not_found")
 
     async def answer(self, http: Request, request: OpenAIRequest) -> Response:
         """The answer to one request.
 
         Raises:
-            ApiError: 400 what cannot be served, 404 another model, 429 too many sequences wait, 499, 500, 503.
+            HTTPException: 400 what cannot be served, 404 another model, 429 too many sequences wait, 500, 503.
         """
         start = time.monotonic()
         self.check_model(request.model)
+        waiting, more = self.engine.counts["waiting"], request.n
+        more *= len(request.prompt) if isinstance(request, CompletionRequest) else 1
+        if waiting + more > self.settings.max_queue:
+            message = f"{waiting} sequences wait already, and {more} more are too many; try again later"
+            raise api_error(429, message, code="queue_full", headers={"retry-after": "1"})
         prompts = await asyncio.to_thread(self._encode, request)  # long ones take a while
         room = [self._new_tokens(len(prompt), request.max_tokens) for prompt in prompts]
         each = [
@@ -185,10 +187,6 @@ class Service:
             for prompt, new in zip(prompts, room, strict=True)
             for choice in range(request.n)
         ]
-        waiting = self.engine.counts["waiting"]
-        if waiting + len(each) > self.settings.max_queue:
-            message = f"{waiting} sequences wait already, and {len(each)} more are too many; try again later"
-            raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
         kind = ChatFormat if isinstance(request, ChatRequest) else CompletionFormat
         tokens, with_logprobs = sum(map(len, prompts)), request.wanted_logprobs is not None
         form = kind(self.engine.tokenizer, self.settings.model_name, tokens, with_logprobs)
@@ -196,16 +194,18 @@ class Service:
         if request.stream:
             usage = request.stream_options is not None and request.stream_options.include_usage
             return EventStream(self._lines(choices, form, usage, start), choices.cancel)
+        watching = asyncio.create_task(choices.cancel_with(http))
         try:
-            results = await unless_disconnected(http, choices.results())
+            results = {index: event async for index, event in choices.events() if isinstance(event, Result)}
         finally:
+            watching.cancel()
             choices.cancel()
-        return JSONResponse(form.whole(results))
+        return JSONResponse(form.whole([results[index] for index in sorted(results)]))
 
     async def _lines(self, choices: Choices, form: CompletionFormat, usage: bool, start: float) -> AsyncIterator[str]:
         """Server-sent events (WHATWG HTML), "[DONE]" after the last; a failure becomes an event."""
 
-        def line(value: dict[str, Any]) -> str:
+        def line(value: Any) -> str:
             return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
         try:
@@ -220,8 +220,8 @@ class Service:
             if usage:
                 yield line(form.usage_chunk())
             yield "data: [DONE]\n\n"
-        except ApiError as error:  # the status is sent already
-            yield line(error_body(error))
+        except HTTPException as error:  # the status is sent already
+            yield line(error.detail)
 
     def _encode(self, request: OpenAIRequest) -> list[list[int]]:
         """The tokens of each prompt."""
@@ -234,9 +234,9 @@ class Service:
                 self._new_tokens(len(prompt) // (self._longest_token if isinstance(prompt, str) else 1), None)
             return [self.engine.encode(prompt) for prompt in request.prompt]
         except UserError as error:  # of the chat template
-            raise ApiError(400, str(error), param="messages") from error
+            raise api_error(400, str(error), param="messages") from error
         except ValueError as error:
-            raise ApiError(400, str(error), param="prompt") from error
+            raise api_error(400, str(error), param="prompt") from error
 
     def _new_tokens(self, prompt_tokens: int, wanted: int | None) -> int:
         """Most new tokens of a sequence."""
@@ -246,7 +246,7 @@ class Service:
                 f"{prompt_tokens} prompt tokens and {wanted or 1} new ones are more than the {self.max_length} that a"
                 " request may have; shorten the prompt or lower max_tokens"
             )
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+            raise api_error(400, message, param="prompt", code="context_length_exceeded")
         return wanted or room
 
 
@@ -257,7 +257,7 @@ class Choices:
         each: prompt and parameters of each choice.
 
     Raises:
-        ApiError: 400 what the engine refuses, 503 it is shut down.
+        HTTPException: 400 what the engine refuses, 503 it is shut down.
     """
 
     def __init__(self, engine: Engine, each: list[tuple[list[int], SamplingParams]], stream: bool) -> None:
@@ -270,9 +270,9 @@ class Choices:
                 self.requests.append(engine.submit(prompt, params, stream=stream, on_event=on_event))
         except ValueError as error:
             self.cancel()
-            raise ApiError(400, str(error)) from error
+            raise api_error(400, str(error)) from error
         except RuntimeError as error:
-            raise ApiError(503, str(error), code="shutting_down") from error
+            raise api_error(503, str(error), code="shutting_down") from error
 
     def cancel(self) -> None:
         """End what is unfinished; its slots are free after the engine's next step."""
@@ -280,11 +280,17 @@ class Choices:
             if not request.done:
                 request.cancel()
 
+    async def cancel_with(self, http: Request) -> None:
+        """Wait until the client goes away, then cancel."""
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+
     async def events(self) -> AsyncIterator[tuple[int, Piece]]:
         """(choice, event); each choice's pieces, then its result.
 
         Raises:
-            ApiError: 500 the model failed, 503 cancelled by the server.
+            HTTPException: 500 the model failed, 503 cancelled by the server.
         """
         unfinished = len(self.requests)
         while unfinished:
@@ -292,14 +298,10 @@ class Choices:
             if isinstance(event, Result):
                 unfinished -= 1
                 if event.finish_reason == "error":
-                    raise ApiError(500, f"the model failed: {event.error}", code="model_error")
+                    raise api_error(500, f"the model failed: {event.error}", code="model_error")
                 if event.finish_reason == "cancelled":
-                    raise ApiError(503, "the server is shutting down", code="shutting_down")
+                    raise api_error(503, "cancelled: the server is shutting down", code="cancelled")
             yield index, event
-
-    async def results(self) -> list[Result]:
-        found = {index: event async for index, event in self.events() if isinstance(event, Result)}
-        return [found[index] for index in sorted(found)]
 
     def _put(self, index: int, event: Piece) -> None:
         """The engine's callback, in its thread."""
@@ -320,25 +322,3 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
-
-
-async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """The result of `work`, which is cancelled when the client goes away.
-
-    Raises:
-        ApiError: 499, the client went away.
-    """
-
-    async def disconnected() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.create_task(work), asyncio.create_task(disconnected())
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ApiError(CLIENT_GONE, "the client went away")
-    finally:
-        working.cancel()
-        watching.cancel()

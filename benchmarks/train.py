@@ -152,7 +152,7 @@ def updates(
     with fused_kernels(model, bench.fused_kernels):
         trainer = Trainer(stage, data, config, seed=0)
         yield trainer.update
-    stage.step.release()
+    stage.graphs.release()
 
 
 def profiles(bench: TrainBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:

@@ -212,5 +212,4 @@ def test_graphs_equal_plain_micro_steps(adjust_stage, gradients, options):
             for weight in weights_of(each).values():
                 weight.mul_(1.1)
     assert said == []
-    assert stage.step._captured
-    assert stage.token_losses._captured
+    assert len(stage.graphs._captured) >= 2

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from lolcats.training.graphs import WARM_UP, GraphedStep, _Graph, graphs_wanted
+from lolcats.training.graphs import WARM_UP, Graphs, _Graph, graphs_wanted
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ON_GPU = pytest.param("cuda", marks=GPU)
 DEVICES = pytest.mark.parametrize("device", ["cpu", ON_GPU])
 
 
-class PlayedStep(GraphedStep):
+class Played(Graphs):
     """A "graph" that calls the function again on the captured tensors, and writes into the captured results."""
 
-    def _warm_up(self, inputs, constants):
-        return self.compute(inputs, **constants)
+    def _warm_up(self, call, inputs):
+        return call(inputs)
 
-    def _capture(self, inputs, constants):
+    def _capture(self, call, inputs):
         fixed = {name: tensor.clone() for name, tensor in inputs.items()}
-        results, gradients = self._played(fixed, constants)
+        results, gradients = self._played(call, fixed)
 
         def replay():
-            again, new = self._played(fixed, constants)
+            again, new = self._played(call, fixed)
             for name, tensor in again.items():
                 results[name].copy_(tensor)
             for parameter, tensor in new.items():
@@ -32,18 +34,18 @@ class PlayedStep(GraphedStep):
 
         return _Graph(replay, fixed, results, gradients)
 
-    def _played(self, fixed, constants):
+    def _played(self, call, fixed):
         before = [p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        results, gradients = self.compute(fixed, **constants), self._gradients()
+        results, gradients = call(fixed), self._gradients()
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient
         return results, gradients
 
 
 def make(device, enabled=True):
-    """A step, the weight that it trains, and a parameter that it does not use."""
+    """A step, the weight that it trains, a parameter that it does not use, and its graphs."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(4, device=device))
     unused = nn.Parameter(torch.randn(3, device=device))
@@ -53,8 +55,8 @@ def make(device, enabled=True):
         (loss * scale).backward()
         return {"loss": loss.detach()}
 
-    step_class = PlayedStep if device == "cpu" else GraphedStep
-    return step_class(compute, [weight, unused], enabled=enabled), weight, unused
+    graphs = (Played if device == "cpu" else Graphs)([weight, unused], enabled=enabled)
+    return partial(graphs, compute), weight, unused, graphs
 
 
 def trained(step, weight, sizes=(5,)):
@@ -74,53 +76,48 @@ def trained(step, weight, sizes=(5,)):
 @DEVICES
 @pytest.mark.parametrize("sizes", [(5,), (5, 3)])
 def test_replaying_equals_calling(device, sizes):
-    graphed, weight, unused = make(device)
-    plain, expected_weight, _ = make(device, enabled=False)
+    graphed, weight, unused, graphs = make(device)
+    plain, expected_weight, *_ = make(device, enabled=False)
     found, expected = trained(graphed, weight, sizes), trained(plain, expected_weight, sizes)
-    assert len(graphed._captured) == len(sizes)
+    assert len(graphs._captured) == len(sizes)
     torch.testing.assert_close(found, expected)  # results are copies: later replays do not change them
     assert unused.grad is None
-    graphed.release()
-    assert not graphed._captured
+    graphs.release()
+    assert not graphs._captured
     graphed({"x": torch.ones(5, 4, device=device)}, scale=1.0)
     assert weight.grad is not None
 
 
 def test_another_scale_is_another_graph():
-    step, weight, _ = make("cpu")
+    step, weight, _, graphs = make("cpu")
     for scale in (1.0, 0.5):
         for _ in range(WARM_UP + 2):
             weight.grad = None
             step({"x": torch.ones(5, 4)}, scale=scale)
         assert torch.allclose(weight.grad, scale * 2 * weight.sum().detach() * torch.ones(4))
-    assert len(step._captured) == 2
+    assert len(graphs._captured) == 2
 
 
 @DEVICES
-def test_a_function_beside(device):
+def test_two_functions(device):
     """An evaluation: between micro-steps, with the parameters' present values and no gradients."""
-    step, weight, _ = make(device)
+    step, weight, _, graphs = make(device)
 
     def evaluate(inputs):
         with torch.no_grad():
             return {"loss": (inputs["x"] @ weight).square().mean()}
 
-    evaluation = step.beside(evaluate)
     inputs = {"x": torch.arange(20.0, device=device).view(5, 4)}
     found = []
     for _ in range(WARM_UP + 3):
-        found.append((evaluation(inputs)["loss"], evaluate(inputs)["loss"], step(inputs, scale=1.0)["loss"]))
+        found.append((graphs(evaluate, inputs)["loss"], evaluate(inputs)["loss"], step(inputs, scale=1.0)["loss"]))
         with torch.no_grad():
             weight.sub_(1e-3 * weight.grad)
         weight.grad = None
     for evaluated, expected, trained_on in found:
         assert evaluated == expected
         torch.testing.assert_close(trained_on, expected)
-    assert len(step._captured) == len(evaluation._captured) == 1
-    assert evaluation.owner is step
-    step.release()
-    assert not evaluation.enabled
-    assert not evaluation._captured
+    assert len(graphs._captured) == 2
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
@@ -134,11 +131,11 @@ def test_what_cannot_be_captured_is_called(device):
             loss.backward()
         return {"loss": loss.detach()}
 
-    step = GraphedStep(compute, [weight], enabled=True, report=said.append)
+    graphs = Graphs([weight], enabled=True, report=said.append)
     stream = torch.cuda.current_stream()
     for _ in range(5):
         weight.grad = None
-        loss = step({"x": torch.ones(3, 4, device=device)})["loss"]
+        loss = graphs(compute, {"x": torch.ones(3, 4, device=device)})["loss"]
     assert float(loss) == 4.0
     assert weight.grad.tolist() == [1.0] * 4
     assert len(said) == 1

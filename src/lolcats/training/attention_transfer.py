@@ -8,6 +8,7 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import is_sharded
 from lolcats.training.device import to_device
-from lolcats.training.graphs import GraphedStep, graphs_wanted
+from lolcats.training.graphs import Graphs, graphs_wanted
 
 SEQUENCES = "sequences"
 """Key, in a batch, of the numbers [B] of its sequences."""
@@ -85,12 +86,11 @@ class TransferStage:
             nn.ModuleList(decoder_layers(model)[1][layers.start : layers.stop]) if layers else model,
             report,
         )
-        self.step = GraphedStep(self._losses, parameters, enabled=graphs, report=report)
-        self.token_losses = self.step.beside(self._token_losses)
+        self.graphs = Graphs(parameters, enabled=graphs, report=report)
 
     def release(self) -> None:
         """Give the CUDA graphs' memory back."""
-        self.step.release()
+        self.graphs.release()
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         blocks: list[dict[str, nn.Parameter]] = [{} for _ in self.layers_in_block]
@@ -100,7 +100,7 @@ class TransferStage:
         return blocks
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
-        result = self.step(self._inputs(batch), scale=scale)
+        result = self.graphs(self._losses, self._inputs(batch), scale=scale)
         self._put("train", batch, result.get(HIDDEN))
         return {"loss": result["loss"], "layer_losses": dict(zip(self.layers, result["layers"], strict=True))}
 
@@ -109,7 +109,7 @@ class TransferStage:
 
         def measure(indices: list[int]) -> tuple[Tensor, int]:
             batch = self.validation.batch(indices)
-            found = self.step(self._inputs(batch), scale=None)
+            found = self.graphs(self._losses, self._inputs(batch), scale=None)
             self._put("validation", batch, found.get(HIDDEN))
             return found["layers"][:, None] * len(indices), len(indices)
 
@@ -125,7 +125,11 @@ class TransferStage:
             "layer_losses": per_layer,
         }
         if self.metric == "perplexity":
-            sharing: dict[str, Any] = {"batch_size": size, "group": self.group, "losses": self.token_losses}
+            sharing: dict[str, Any] = {
+                "batch_size": size,
+                "group": self.group,
+                "losses": partial(self.graphs, self._token_losses),
+            }
             result["perplexity"] = dataset_perplexity(self.model, self.validation, **sharing)["perplexity"]
         return result
 

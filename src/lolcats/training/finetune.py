@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered, is_sharded
 from lolcats.training.device import checkpoint_activations, to_device
-from lolcats.training.graphs import GraphedStep, graphs_wanted
+from lolcats.training.graphs import Graphs, graphs_wanted
 from lolcats.training.head import (
     LanguageHead,
     find_head,
@@ -85,12 +86,11 @@ class AdjustStage:
         self.head = LanguageHead() if config.method == "full" and is_sharded(model) else find_head(model)
         self.part = part_size(model.config.text_config.vocab_size)
         graphs = graphs_wanted(config.cuda_graphs, model, report, has_dropout=dropout)
-        self.step = GraphedStep(self._gradient_step, list(self.blocks()[0].values()), enabled=graphs, report=report)
-        self.token_losses = self.step.beside(self._token_losses)
+        self.graphs = Graphs(list(self.blocks()[0].values()), enabled=graphs, report=report)
 
     def release(self) -> None:
         """Give the CUDA graphs' memory back."""
-        self.step.release()
+        self.graphs.release()
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         return [{name: p for name, p in self.model.named_parameters() if p.requires_grad}]
@@ -106,8 +106,8 @@ class AdjustStage:
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         """Mean over sequences of the mean over a sequence's labels: independent of the micro-batch size."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        rows = label_rows(batch["labels"], padding_steps=PADDING_STEPS if self.step.enabled else None)
-        return dict(self.step(to_device(inputs | rows, self.linearized.device), scale=scale))
+        rows = label_rows(batch["labels"], padding_steps=PADDING_STEPS if self.graphs.enabled else None)
+        return dict(self.graphs(self._gradient_step, to_device(inputs | rows, self.linearized.device), scale=scale))
 
     def evaluate(self) -> dict[str, Any]:
         size = self.config.micro_batch_size
@@ -115,9 +115,8 @@ class AdjustStage:
             sums, count = self.group.sums(batches_of(self.validation, size), self._distilled)
             loss, cross_entropy, divergence = sums
             return perplexity_of(cross_entropy, count) | {"loss": loss / count, "divergence": divergence / count}
-        return dataset_perplexity(
-            self.model, self.validation, batch_size=size, group=self.group, losses=self.token_losses
-        )
+        losses = partial(self.graphs, self._token_losses)
+        return dataset_perplexity(self.model, self.validation, batch_size=size, group=self.group, losses=losses)
 
     def _autocast(self) -> torch.autocast:
         enabled = self.autocast_dtype is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,63 +22,50 @@ WARM_UP = 2
 Compute = Callable[..., dict[str, Tensor]]
 
 
-class GraphedStep:
-    """Calls a function, on a GPU through CUDA graphs: one for every set of shapes and constants.
+class Graphs:
+    """Calls functions, on a GPU through CUDA graphs: one for every function, set of shapes and constants.
+
+    A function `compute(inputs, **constants)` may run a backward pass, which adds to `.grad`, and returns tensors.
+    Nothing in it may wait for the GPU or depend on the inputs' values.
 
     Args:
-        compute: `compute(inputs, **constants)`; runs forward and backward passes, adds gradients to `.grad`,
-            returns tensors. Nothing in it may wait for the GPU or depend on the inputs' values.
-        parameters: whose gradients it adds up.
-        enabled: False: always call `compute` itself.
-        report: receives one sentence if a capture fails; the function is called itself from then on.
-        owner: of the stream and the memory of the graphs, of which one runs at a time; None: this one.
+        parameters: whose gradients the functions add up.
+        enabled: False: always call the functions themselves.
+        report: receives one sentence if a capture fails; the functions are called themselves from then on.
     """
 
     def __init__(
         self,
-        compute: Compute,
         parameters: Sequence[nn.Parameter],
         *,
         enabled: bool,
         report: Callable[[str], None] = lambda text: None,
-        owner: GraphedStep | None = None,
     ) -> None:
-        self.compute, self.parameters = compute, list(parameters)
-        self.enabled, self.report = enabled, report
-        self.owner = owner or self
+        self.parameters, self.enabled, self.report = list(parameters), enabled, report
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._calls: dict[Any, int] = {}
         self._captured: dict[Any, _Graph] = {}
         self._buffers: dict[nn.Parameter, Tensor] = {}
-        self._beside: list[GraphedStep] = []
 
-    def __call__(self, inputs: dict[str, Tensor], **constants: Any) -> dict[str, Tensor]:
+    def __call__(self, compute: Compute, inputs: dict[str, Tensor], **constants: Any) -> dict[str, Tensor]:
         if not self.enabled:
-            return self.compute(inputs, **constants)
+            return compute(inputs, **constants)
+        call = partial(compute, **constants)
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
-        key = (shapes, tuple(constants.items()))
+        key = (compute, shapes, tuple(constants.items()))
         if key not in self._captured:
             self._calls[key] = self._calls.get(key, 0) + 1
-            warming = self._calls[key] <= WARM_UP
-            found = self._warm_up(inputs, constants) if warming else self._capture(inputs, constants)
-            if found is None:
-                return self.compute(inputs, **constants)
-            if not isinstance(found, _Graph):
-                return found
-            self._captured[key] = found
+            if self._calls[key] <= WARM_UP:
+                return self._warm_up(call, inputs)
+            graph = self._capture(call, inputs)
+            if graph is None:
+                return call(inputs)
+            self._captured[key] = graph
         return self._replay(self._captured[key], inputs)
 
-    def beside(self, compute: Compute) -> GraphedStep:
-        """Another function, which is never called within this one: its graphs use the same memory, until `release`."""
-        step = type(self)(compute, self.parameters, enabled=self.enabled, report=self.report, owner=self.owner)
-        self._beside.append(step)
-        return step
-
     def release(self) -> None:
-        """Give the graphs' memory back; from now on the function, and those beside it, are called themselves."""
-        for step in self._beside:
-            step.release()
+        """Give the graphs' memory back; from now on the functions are called themselves."""
         self.enabled = False
         self._captured.clear()
         self._buffers.clear()
@@ -88,19 +76,19 @@ class GraphedStep:
             self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         return self._stream
 
-    def _warm_up(self, inputs: dict[str, Tensor], constants: dict[str, Any]) -> dict[str, Tensor]:
+    def _warm_up(self, call: Compute, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """An ordinary call, on the stream of the later capture."""
         device = self.parameters[0].device
-        stream, current = self.owner.stream(device), torch.cuda.current_stream(device)
+        stream, current = self.stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            results = self.compute(inputs, **constants)
+            results = call(inputs)
         current.wait_stream(stream)
         for tensor in inputs.values():  # their memory must outlive their use on the other stream
             tensor.record_stream(stream)
         return results
 
-    def _capture(self, inputs: dict[str, Tensor], constants: dict[str, Any]) -> _Graph | None:
+    def _capture(self, call: Compute, inputs: dict[str, Tensor]) -> _Graph | None:
         accumulated = [parameter.grad for parameter in self.parameters]
         device = self.parameters[0].device
         stream = torch.cuda.current_stream(device)
@@ -111,9 +99,9 @@ class GraphedStep:
                 parameter.grad = None
             graph = torch.cuda.CUDAGraph()
             # All graphs share memory: each one's results are copied out before the next one runs.
-            capture = torch.cuda.graph(graph, stream=self.owner.stream(device), pool=self.owner._pool)
+            capture = torch.cuda.graph(graph, stream=self.stream(device), pool=self._pool)
             with torch.cuda.device(device), capture:
-                results = self.compute(fixed, **constants)
+                results = call(fixed)
             return _Graph(graph.replay, fixed, results, self._gradients())
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current

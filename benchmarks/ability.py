@@ -13,11 +13,10 @@ import argparse
 import gzip
 import json
 import math
-import random
 import re
 import subprocess
 import sys
-import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ import torch
 from transformers import QuantizedCache
 
 from lolcats.conversion import keep_softmax
+from lolcats.evaluation.distances import other_code, topics
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.recall import recall_accuracy
 from lolcats.generation.engine import Engine
@@ -115,24 +115,9 @@ def passes(program: str) -> bool:
     return done.returncode == 0
 
 
-def other_code(tokenizer: Any, tokens: int, seed: int) -> str:
-    """Modules of Python's standard library, of so many tokens."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    random.Random(seed).shuffle(files)
-    parts: list[str] = []
-    for file in files:
-        text = file.read_text(encoding="utf-8", errors="ignore")
-        kept = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
-        parts.append(f"```python\n# {file.name}\n{tokenizer.decode(kept)}\n```\n")
-        tokens -= len(kept)
-        if tokens < 50:
-            break
-    return "These files are part of a project:\n" + "\n".join(parts) + "\n"
-
-
-def humaneval(answers: Answers, folder: Path, before: int = 0) -> dict[str, float]:
+def humaneval(answers: Answers, folder: Path, before: int = 0, count: int | None = None) -> dict[str, float]:
     """pass@1 with so many tokens of other code before the task (prompt as lm-eval's humaneval_instruct)."""
-    tasks = rows(folder, "humaneval", "test")
+    tasks = rows(folder, "humaneval", "test")[:count]
     prompts = []
     for number, task in enumerate(tasks):
         front = other_code(answers.tokenizer, before, number) if before else ""
@@ -171,19 +156,10 @@ def gsm8k(answers: Answers, folder: Path, shots: int, count: int) -> dict[str, f
 
 
 def labels(answers: Answers, folder: Path, shots: int, count: int) -> dict[str, float]:
-    """Many-shot classification: MMLU questions of six subjects, whose names are hidden behind letters."""
-    questions = [row for row in rows(folder, "mmlu", "test") if len(row["question"]) < 400]
-    subjects, prompts, right = sorted({row["subject"] for row in questions}), [], []
-    for index in range(count):
-        draw = random.Random(index)
-        letters = dict(zip(draw.sample(subjects, 6), "ABCDEF", strict=True))
-        chosen = draw.sample([row for row in questions if row["subject"] in letters], shots + 1)
-        *examples, asked = [(row["question"], letters[row["subject"]]) for row in chosen]
-        text = "".join(f"{question}\nGroup: {group}\n\n" for question, group in examples)
-        prompts.append(answers.chat(f"Each question belongs to a group.\n\n{text}{asked[0]}", "Group:"))
-        right.append(asked[1])
-    results = answers(prompts, 2)
-    return share([result.text.strip()[:1] == letter for result, letter in zip(results, right, strict=True)])
+    """Many-shot classification, as `lolcats eval --tasks topics`."""
+    tasks = topics(rows(folder, "mmlu", "test"), shots)["custom_dataset"]()["test"].select(range(count))
+    results = answers([answers.chat(task["text"], "Group:") for task in tasks], 2)
+    return share([result.text.strip()[:1] == task["label"] for result, task in zip(results, tasks, strict=True)])
 
 
 def mmlu(answers: Answers, folder: Path, count: int) -> dict[str, float]:
@@ -257,6 +233,7 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     if not bits:
         sizes = {f"{n}": cache_bytes(wrapped.config, n, model.dtype) / 2**20 for n in (1024, 8192, 32768)}
         found |= {"exact_heads": wrapped.config.exact_heads, "cache_mib": sizes}
+    seconds: dict[str, float] = {}
     folder: Path = options.data
     most = max(options.before, default=0) + 2048
 
@@ -267,39 +244,41 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     def timed(name: str, run: Any, *arguments: Any, **named: Any) -> None:
         if not re.match(options.only, name) or (bits and run in (text_perplexity, recall_accuracy)):
             return
+        begin = time.time()
         try:
             found[name] = run(*arguments, **named)
         except Exception as error:  # the other numbers count
             found[name] = f"{type(error).__name__}: {error}"[:300]
-        print(path, name, found[name], flush=True)
+        seconds[name] = round(time.time() - begin, 1)
+        print(path, name, found[name], seconds[name], "s", flush=True)
         if writes and run in (humaneval, gsm8k, labels):
             kept[name] = [pair for pair in answers.given[: options.agreement] if pair[1]]
 
     for length in options.lengths:
         if length <= reach:
-            timed(f"perplexity_{length}", text_perplexity, wrapped, tokenizer, folder, length, 200_000)
+            timed(f"perplexity_{length}", text_perplexity, wrapped, tokenizer, folder, length, options.text_tokens)
     haystack = str(folder / "wikitext2" / "haystack.jsonl.gz")
     lengths = tuple(length for length in options.lengths if length <= reach)
     kinds = ("needle", "needles")
-    settings = {"kinds": kinds, "lengths": lengths, "samples": 100, "haystack": haystack}
+    settings = {"kinds": kinds, "lengths": lengths, "samples": options.recall, "haystack": haystack}
     timed("recall", recall_accuracy, wrapped, tokenizer, **settings)
     answers = Answers(wrapped, tokenizer, options.slots, 4096, bits)
-    timed("humaneval", humaneval, answers, folder, 0)
+    timed("humaneval", humaneval, answers, folder, 0, options.programs)
     timed("gsm8k", gsm8k, answers, folder, 0, options.questions)
     timed("gsm8k_8shot", gsm8k, answers, folder, 8, options.questions)
-    timed("mmlu", mmlu, answers, folder, 1000)
+    timed("mmlu", mmlu, answers, folder, options.mmlu)
     answers.shutdown()
     answers = Answers(wrapped, tokenizer, options.long_slots, max(most, 12288), bits)
-    timed("labels_120shot", labels, answers, folder, 120, 200)
+    timed("labels_120shot", labels, answers, folder, 120, options.labels)
     for before in options.before:
-        timed(f"humaneval_{before}", humaneval, answers, folder, before)
+        timed(f"humaneval_{before}", humaneval, answers, folder, before, options.programs)
     answers.shutdown()
     if teacher is not None and writes:
         teacher.write_text(json.dumps(kept))
     else:
         for name, given in kept.items():
             timed(f"agreement_{name}", agreement, wrapped, given)
-    return found
+    return found | {"seconds": seconds}
 
 
 def main() -> None:
@@ -313,7 +292,12 @@ def main() -> None:
     parser.add_argument("--cache-bits", type=int, help="4, 8: of a softmax model's keys and values (hqq)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--before", type=int, nargs="*", default=[1024, 4096])
+    parser.add_argument("--programs", type=int, default=None)
     parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--mmlu", type=int, default=1000)
+    parser.add_argument("--labels", type=int, default=200)
+    parser.add_argument("--recall", type=int, default=100)
+    parser.add_argument("--text-tokens", type=int, default=200_000)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--long-slots", type=int, default=64)
     options = parser.parse_args()

@@ -398,6 +398,21 @@ def frontier(results: Results) -> Figure:
     return figure
 
 
+def lengths(results: Results) -> Figure:
+    """Histograms of the effective sequence length, one line a source."""
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for name, step in results.steps.items():
+        if name.startswith("esl "):
+            esl = step["result"]["models"][0]["esl"]
+            shares = [count / esl["sequences"] for count in esl["histogram"]["counts"]]
+            label = f"{name.removeprefix('esl ')} (mean {esl['mean']:,.0f})"
+            axis.stairs(shares, esl["histogram"]["edges"], label=label)
+    axis.set(xlabel="effective sequence length (sum over queries, tokens)", ylabel="share of sequences")
+    axis.legend(fontsize=8)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -406,7 +421,13 @@ def main() -> None:
     results = Results.read(given.folder)
     page = given.docs / "results.md"
     page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    for name, draw in (("ability", frontier), ("recall", recall), ("curves", curves), ("layers", layers)):
+    for name, draw in (
+        ("ability", frontier),
+        ("recall", recall),
+        ("curves", curves),
+        ("layers", layers),
+        ("esl", lengths),
+    ):
         draw(results).savefig(given.docs / "images" / f"results_{name}.png", dpi=130)
 
 

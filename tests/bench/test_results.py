@@ -43,4 +43,4 @@ def test_other_runs_give_another_page(tmp_path, monkeypatch):
     assert "| 4 (not measured) | - | - / 73.3 |" in changed
     assert not any(line.startswith("| 16 |") for line in changed)
     pictures = {file.name for file in (docs / "images").iterdir()}
-    assert pictures == {f"results_{name}.png" for name in ("ability", "recall", "curves", "layers")}
+    assert pictures == {f"results_{name}.png" for name in ("ability", "recall", "curves", "layers", "esl")}

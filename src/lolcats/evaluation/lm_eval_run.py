@@ -1,24 +1,72 @@
-"""One model on lm-eval tasks: scores and standard errors, by lm-eval's Hugging Face adapter."""
+"""One model on lm-eval tasks: scores and standard errors, by lm-eval's Hugging Face adapter and our engine."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from lm_eval import evaluator
 from lm_eval.api.group import Group
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import env
+from tqdm import tqdm
 
 from lolcats.data.sources import quiet
 from lolcats.errors import UserError
 from lolcats.evaluation.tasks import flat
+from lolcats.generation.engine import Engine, slots_in_memory
+from lolcats.generation.sampling import SamplingParams
+from lolcats.modeling.model import LolcatsForCausalLM
+
+SLOTS = 256  # most answers that are generated at a time
+
+
+class LolcatsLM(HFLM):
+    """Any causal language model, linearized or not; the engine generates the answers of those that it runs."""
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Of a task that names no number; lm-eval's 256 cut worked answers of chat models."""
+        return 512
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers by the engine, longest sequences first; through `generate()` of a model that it does not run."""
+        if not isinstance(self.model, LolcatsForCausalLM):
+            return super().generate_until(requests, disable_tqdm)
+        by_length = defaultdict(list)
+        for index, request in enumerate(requests):
+            context, options = request.args
+            options = normalize_gen_kwargs(options, self.max_gen_toks)
+            new = min(options["max_gen_toks"], self.max_length // 2)
+            sampling = {name: options[name] for name in ("temperature", "top_p", "top_k") if name in options}
+            stop = tuple(text for text in options["until"] if text)
+            params = SamplingParams(max_new_tokens=new, stop=stop, seed=index, **sampling)
+            prompt = self.tok_encode(context)[new - self.max_length :]
+            length = min(max(2048, 1 << (len(prompt) + new - 1).bit_length()), self.max_length)
+            by_length[length].append((index, (prompt, params)))
+        answers: dict[int, str] = {}
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="answers")
+        for length, group in sorted(by_length.items(), reverse=True):
+            slots = slots_in_memory(self.model, length, min(SLOTS, len(group)))
+            engine = Engine(self.model, self.tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
+            for index, answer in [(index, engine.submit(*request, stream=False)) for index, request in group]:
+                answers[index] = answer.result().text
+                bar.update()
+            engine.shutdown()
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()  # `slots_in_memory` asks what is free
+        return [answers[index] for index in range(len(requests))]
 
 
 def run_tasks(
@@ -31,7 +79,7 @@ def run_tasks(
     chat: bool | None = False,
     run_code: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Measure `model` on tasks.
+    """Measure `model` on tasks; the engine generates if it is linearized or `keep_softmax` made it.
 
     Args:
         tasks: name in the report -> lm-eval's `Task` or `Group` (`load_tasks`, or any others).
@@ -51,7 +99,7 @@ def run_tasks(
     with lm_eval_set_up():
         device = str(next(model.parameters()).device)
         settings: dict[str, Any] = {"batch_size": batch_size, "device": device, "softmax_dtype": "float32"}
-        lm = HFLM(model, tokenizer=tokenizer, **settings)
+        lm = LolcatsLM(model, tokenizer=tokenizer, **settings)
         generate = {
             name: all(member.OUTPUT_TYPE == "generate_until" for member in _members(task))
             for name, task in tasks.items()

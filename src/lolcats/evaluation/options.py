@@ -29,8 +29,9 @@ class EvalOptions(Section, frozen=True):
     """What is measured, and how much of it."""
 
     tasks: Annotated[tuple[str, ...], BeforeValidator(_split)] = Field("paper", validate_default=True)
-    """`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks (gsm8k, humaneval, ...),
-    `recall`, `passkey`, `ruler`, `perplexity` (of --data); separated by commas."""
+    """`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks (gsm8k, humaneval, ...;
+    `humaneval_4k`: behind 4k tokens of other code; `gsm8k_8shot`), `topics` (many-shot classification), `recall`,
+    `passkey`, `ruler`, `perplexity` and `esl` (of --data); separated by commas."""
     data_dir: str | None = None
     """Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub."""
     apply_chat_template: bool | None = None
@@ -39,7 +40,7 @@ class EvalOptions(Section, frozen=True):
     """Run programs that the model writes (humaneval, mbpp): no sandbox."""
     limit: int | None = Field(None, ge=1)
     """Only the first questions of each task (each MMLU subject); so many texts of each kind and length of recall, ruler
-    (50) and passkey (100), sequences of perplexity."""
+    (50) and passkey (100), sequences of perplexity and esl."""
     seed: int = Field(0, ge=0)
     """Seed of recall, passkeys and drawn examples."""
     batch_size: int = Field(16, ge=1)
@@ -51,7 +52,7 @@ class EvalOptions(Section, frozen=True):
     max_length: int | None = Field(None, ge=2)
     """perplexity: read the data as one text, in windows of so many tokens; without, packed sequences."""
     data: DataSection | None = None
-    """Text for perplexity."""
+    """Text for perplexity and esl."""
     model_options: dict[str, Any] = {}
     """How models are loaded; written into the report."""
 

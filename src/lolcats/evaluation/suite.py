@@ -15,6 +15,7 @@ from lolcats.data import build_evaluation_dataset
 from lolcats.data.build import evaluation_text
 from lolcats.data.packing import begin_token
 from lolcats.errors import UserError
+from lolcats.evaluation.effective_length import effective_lengths
 from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, training_length, with_begin_token
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.perplexity import dataset_perplexity, text_perplexity
@@ -88,8 +89,9 @@ def check(options: EvalOptions) -> None:
         check_names(options.lm_eval_tasks, options.data_dir, options.run_code)
     elif "ruler" in options.tasks:
         task_manager(known_only=True)
-    if "perplexity" in options.tasks and options.data is None:
-        raise UserError("--tasks perplexity measures held-out text: name it with --data")
+    for name in ("perplexity", "esl"):
+        if name in options.tasks and options.data is None:
+            raise UserError(f"--tasks {name} measures text: name it with --data")
 
 
 def _tasks(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> Any:
@@ -99,7 +101,7 @@ def _tasks(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> Any:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which the tasks' metric asks for
     chat = options.apply_chat_template is not False and bool(getattr(tokenizer, "chat_template", None))
     with lm_eval_set_up():
-        tasks = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, chat)
+        tasks = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, tokenizer, chat)
     given: dict[str, Any] = {"limit": options.limit, "batch_size": options.batch_size}
     return run_tasks(model, tokenizer, tasks, **given, chat=options.apply_chat_template, run_code=options.run_code)
 
@@ -139,9 +141,19 @@ def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> 
     return found | {"begin_token": data.begin_token}
 
 
+def _esl(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    assert options.data is not None  # see check
+    data = with_begin_token(options.data, path, tokenizer)
+    if options.limit is not None:
+        data = data.model_copy(update={"validation_sequences": options.limit})
+    found = effective_lengths(build_evaluation_dataset(data, tokenizer), model, batch_size=options.batch_size)
+    return {"sequence_length": data.sequence_length, "begin_token": data.begin_token, **found}
+
+
 EVALUATIONS: dict[str, Callable[..., Any]] = {
     "perplexity": _perplexity,
     "recall": _recall,
     "ruler": _ruler,
     "passkey": partial(_recall, usual=PASSKEY),
+    "esl": _esl,
 }

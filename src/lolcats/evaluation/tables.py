@@ -40,7 +40,11 @@ def tables(report: dict[str, Any]) -> list[Table]:
     for name in ("recall", "ruler", "passkey"):
         if measured := [row for row in rows if name in row]:
             found.append(_recall_table(measured, name))
-    return found + (_perplexity_tables(having["perplexity"]) if having["perplexity"] else [])
+    found += _perplexity_tables(having["perplexity"]) if having["perplexity"] else []
+    lengths = [(row["model"], row["esl"]) for row in rows if "esl" in row]
+    body = [[name, *(f"{esl[key]:.0f}" for key in ("mean", "std", "sequences"))] for name, esl in lengths]
+    columns = ["model", "mean", "std", "sequences"]
+    return found + ([("Effective sequence length (sum over queries, tokens)", columns, body)] if body else [])
 
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:

@@ -1,12 +1,14 @@
 """lm-eval's tasks by name, some of them on data from a local folder.
 
 Prompts, choices and metrics are read from lm-eval's own task files; with local data only the rows come from elsewhere.
+`NAME_4k` puts 4 * 1024 tokens of other code before each question, `NAME_8shot` changes the number of shots.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import jinja2
 
 from lolcats.errors import UserError
+from lolcats.evaluation.distances import TOPICS_SHOTS, put_behind_code, topics
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,10 @@ KNOWN_TASKS = {  # by the name of lm-eval's task or group; first the paper's (ar
     "gsm8k_cot": KnownTask("GSM8K CoT", ANSWER, None, ("test",), "gsm8k"),
     "gsm8k_cot_zeroshot": KnownTask("GSM8K CoT (0-shot)", ANSWER, None, ("test", "train"), "gsm8k"),
     "ifeval": KnownTask("IFEval", "prompt_level_strict_acc", None, ("train",)),
+    "topics": KnownTask("topics", "acc", TOPICS_SHOTS, ("test",), "mmlu"),  # not lm-eval's
 }
 PAPER_NAMES = tuple(KNOWN_TASKS)[:6]
-OWN = ("recall", "passkey", "ruler", "perplexity")
+OWN = ("recall", "passkey", "ruler", "perplexity", "esl")
 """Evaluations that are no tasks of lm-eval, and its RULER, whose texts are written for each tokenizer and length."""
 
 
@@ -74,33 +78,45 @@ def task_manager(known_only: bool = False) -> Any:
     return tasks.TaskManager(include_path=folders, include_defaults=False)
 
 
+def parts_of(name: str) -> tuple[str, int, int | None]:
+    """The task, the tokens of other code before its questions, and the number of shots if it is asked for."""
+    base, thousands, shots = re.findall(r"^(.+?)(?:_(\d+)k)?(?:_(\d+)shot)?$", name)[0]
+    if base not in KNOWN_TASKS:
+        return name, 0, None  # lm-eval's, which may end so
+    return base, 1024 * int(thousands or 0), int(shots) if shots else None
+
+
 def check_names(names: list[str], data_dir: str | None, run_code: bool = False) -> None:
     """Refuse unknown tasks, tasks that a local folder does not hold, and programs of the model that may not run.
 
     Raises:
         UserError: as said, or lm-eval is missing.
     """
-    known = task_manager(known_only=set(names) <= set(KNOWN_TASKS)).task_index
-    for name in names:
-        if name not in known:
+    bases = {name: parts_of(name)[0] for name in names}
+    known = task_manager(known_only=set(bases.values()) <= set(KNOWN_TASKS)).task_index
+    for name, base in bases.items():
+        if base not in {*known, *KNOWN_TASKS}:
             raise UserError(
                 f"no task {name!r}: neither one of lm-eval, of which the paper's are {', '.join(PAPER_NAMES)};"
-                f" nor {', '.join(OWN)}"
+                f" nor {', '.join(OWN)}, topics"
             )
         if data_dir is not None:
-            task_files(data_dir, name)
-        if not run_code and (known[name].cfg or {}).get("unsafe_code"):
+            task_files(data_dir, base)
+        if not run_code and base in known and (known[base].cfg or {}).get("unsafe_code"):
             raise UserError(
                 f"{name} runs programs that the model writes: give --run-code on a machine that may be lost"
             )
 
 
-def load_tasks(names: list[str], data_dir: str | None, seed: int, chat: bool = False) -> dict[str, Any]:
+def load_tasks(
+    names: list[str], data_dir: str | None, seed: int, tokenizer: Any = None, chat: bool = False
+) -> dict[str, Any]:
     """lm-eval's task or group of each name; a tag, and a group without a score of its own, stand for their tasks.
 
     Args:
         data_dir: folder with `TASK/SPLIT.jsonl(.gz)`, see docs/evaluation.md; None: the hub.
         seed: of few-shot examples, for tasks that draw them.
+        tokenizer: counts the tokens of other code.
         chat: take `NAME_instruct` for NAME where lm-eval has it.
 
     Raises:
@@ -109,7 +125,7 @@ def load_tasks(names: list[str], data_dir: str | None, seed: int, chat: bool = F
     tasks: dict[str, Any] = {}
     try:
         for name in names:
-            tasks |= _load(name, data_dir, chat)
+            tasks |= _load(name, data_dir, tokenizer, chat)
     except (ImportError, OSError, ValueError, KeyError, IndexError, jinja2.TemplateError) as error:
         place = "from the hub; give --data-dir for local data" if data_dir is None else f"from {data_dir}"
         raise UserError(f"cannot load {', '.join(names)} {place}: {type(error).__name__}: {error}") from error
@@ -125,28 +141,37 @@ def flat(tasks: dict[str, Any]) -> Any:
     return task_manager(known_only=True).load(list(tasks.values()))
 
 
-def _load(name: str, data_dir: str | None, chat: bool) -> dict[str, Any]:
+def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[str, Any]:
     """The task or group of a name, in the report under that name; of a tag, its tasks."""
     from lm_eval.api.group import AggMetricConfig, Group
+    from lm_eval.api.task import ConfigurableTask
 
-    known = KNOWN_TASKS.get(name)
+    base, tokens, shots = parts_of(name)
+    known = KNOWN_TASKS.get(base)
     manager = task_manager(known_only=known is not None)
-    source = f"{name}_instruct" if chat and f"{name}_instruct" in manager.task_index else name
+    source = f"{base}_instruct" if chat and f"{base}_instruct" in manager.task_index else base
     if known is None:
         found = manager.load(source)
         group = found["groups"].get(source)
         return {name: group} if group is not None and group.has_aggregation else found["tasks"]
-    splits = {} if data_dir is None else {split: _rows(file) for split, file in task_files(data_dir, name).items()}
-    changes = _subjects(splits) if name == "mmlu" else {source: _local(splits) if splits else {}}
-    given = {} if known.shots is None else {"num_fewshot": known.shots}
-    # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
-    fields = [{"task": member, **given, **change} for member, change in changes.items()]
+    shots = known.shots if shots is None else shots
+    splits = {} if data_dir is None else {split: _rows(file) for split, file in task_files(data_dir, base).items()}
+    if base == "topics":
+        members = {base: ConfigurableTask(config={"task": base, **topics(splits.get("test"), shots or TOPICS_SHOTS)})}
+    else:
+        changes = _subjects(splits) if base == "mmlu" else {source: _local(splits) if splits else {}}
+        given = {} if shots is None else {"num_fewshot": shots}
+        # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
+        fields = [{"task": member, **given, **change} for member, change in changes.items()]
+        members = manager.load({"group": "chosen", "task": fields})["tasks"]
     group = Group(name, aggregate_metric_list=[AggMetricConfig("acc")])
-    for member, task in manager.load({"group": "chosen", "task": fields})["tasks"].items():
+    for member, task in members.items():
         task.set_config(key="task_alias", value=member)
-        task.set_config(key="task", value=member if name == "mmlu" else name)
+        task.set_config(key="task", value=member + name.removeprefix(base) if base == "mmlu" else name)
+        if tokens:
+            put_behind_code(task, tokenizer, tokens)
         group.add(task)
-    measured = group if name == "mmlu" else task
+    measured = group if base == "mmlu" else task
     measured.main_metric = known.metric
     return {name: measured}
 
@@ -190,7 +215,7 @@ def data_hashes(data_dir: str | Path, names: list[str]) -> dict[str, str]:
     return {
         f"{name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest()
         for name in names
-        for file in task_files(data_dir, name).values()
+        for file in task_files(data_dir, parts_of(name)[0]).values()
     }
 
 

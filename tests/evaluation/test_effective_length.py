@@ -1,0 +1,72 @@
+"""Effective sequence length against the paper's formula written out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.conversion import convert
+from lolcats.data import PackedDataset
+from lolcats.evaluation.effective_length import effective_lengths, query_lengths, sequence_lengths
+
+
+def tiny(model_type: str = "llama", **changes):
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        head_dim=8,
+        **changes,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def by_definition(weights_BHTT):
+    """Sum over queries of the expected distance, mean over heads."""
+    position = torch.arange(weights_BHTT.shape[-1])
+    distance = (position[:, None] - position).clamp_min(0)
+    return (weights_BHTT * distance).sum((-1, -2)).mean(1)
+
+
+def test_uniform_attention_looks_half_way_back():
+    lengths = query_lengths(torch.zeros(1, 2, 9, 4), torch.zeros(1, 2, 9, 4))
+    torch.testing.assert_close(lengths[0, 1], torch.arange(9) / 2)
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("gemma2", {"sliding_window": 4})])
+def test_against_attention_weights(model_type, changes):
+    model = tiny(model_type, **changes)
+    ids = torch.randint(0, 300, (3, 21))
+    before = model.config._attn_implementation
+    found = sequence_lengths(model, ids)
+    assert model.config._attn_implementation == before
+    model.set_attn_implementation("eager")
+    weights = model(ids, output_attentions=True).attentions
+    expected = torch.stack([by_definition(layer) for layer in weights]).mean(0)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)
+
+
+def test_a_linearized_model_reports_its_softmax_attention():
+    ids = torch.randint(0, 300, (2, 30))
+    expected = sequence_lengths(tiny(), ids)
+    model = convert(tiny(), AttentionConfig(window_size=4))
+    torch.testing.assert_close(sequence_lengths(model, ids), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_data_set_is_measured_in_batches():
+    ids = torch.randint(0, 300, (7, 12))
+    data = PackedDataset(ids.int().numpy(), np.ones((7, 12), bool))
+    found = effective_lengths(data, tiny(), batch_size=3)
+    lengths = sequence_lengths(tiny(), ids)
+    assert (found["sequences"], sum(found["histogram"]["counts"])) == (7, 7)
+    assert found["mean"] == pytest.approx(lengths.mean().item(), rel=1e-4)

@@ -10,7 +10,6 @@ from lolcats.data import BatchSampler, packing
 from lolcats.data.packing import pack, tokenise
 from lolcats.data.splits import mixture_counts
 from lolcats.data.templates import Document
-from lolcats.data.tokens import token_ids
 from lolcats.errors import UserError
 
 
@@ -19,23 +18,6 @@ def stream(tokenizer, documents, loss_on: str = "answer", **options):
 
 
 QA = [Document([("ab", False), ("cd", True)]), Document([("e", False), ("fg", True)])]
-
-
-def test_tokens_are_those_of_a_call(tokenizer) -> None:
-    texts = ["abc<|eos|>d", "", "a" * 50]
-    expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    backend = tokenizer.backend_tokenizer
-    backend.enable_padding(length=9)  # other calls leave these behind
-    backend.enable_truncation(2)
-    backend.encode_special_tokens = True
-    assert token_ids(tokenizer, texts) == expected
-    assert token_ids(lambda texts, **_: {"input_ids": texts}, texts) == texts  # not a fast one
-    tokenizer.split_special_tokens = True
-    try:
-        split = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        assert token_ids(tokenizer, texts) == split != expected
-    finally:
-        tokenizer.split_special_tokens = False
 
 
 def test_packing_cuts_drops_the_tail_and_never_labels_the_first_token(tokenizer) -> None:

@@ -5,8 +5,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,8 @@ from lolcats.modeling.loading import load_base_model
 from lolcats.pipeline import linearize
 from lolcats.recipes import load_recipe
 from lolcats.report import model_card, without_paths
-from lolcats.training.run_folder import LOCK_FILE
+from lolcats.training import loop
+from lolcats.training.run_folder import FolderLock
 
 
 @pytest.fixture(scope="session")
@@ -213,50 +212,28 @@ def test_settings_are_printed_when_a_run_begins_and_not_for_a_refusal(run, tmp_p
     ]
 
 
-KILLED_RUNS = """
-import os, signal, sys
-from pathlib import Path
-from rich.console import Console
-from lolcats.config import LinearizeConfig
-from lolcats.pipeline import linearize
-from lolcats.training import loop
-
-write = loop.write_checkpoint
-
-def counted(*arguments, **keywords):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(*arguments, **keywords)
-
-def kill_and_resume(config, output):
-    global left
-    for left in (1, 3, 1, 1000):  # checkpoints that a run may write; what is imported above is imported once
-        child = os.fork()
-        if child == 0:
-            loop.write_checkpoint = counted
-            linearize(config, output, resume=True, console=Console(quiet=True))
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code == 0:
-            return
-        if code != -signal.SIGKILL:
-            sys.exit(code)
-        print(output.name, "adjust" if (output / "run" / "adjust").exists() else "transfer")
-
-for config in map(Path, sys.argv[1:]):
-    kill_and_resume(LinearizeConfig.from_yaml(config), config.with_suffix(""))
-"""
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
 
 
-def test_killed_in_both_stages_and_resumed_equals_unbroken(finished, settings, tmp_path):
-    (tmp_path / "packed.yaml").write_text(LinearizeConfig.from_dict(settings).to_yaml())
-    command = [sys.executable, "-c", KILLED_RUNS, str(tmp_path / "packed.yaml")]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    assert set(process.stdout.splitlines()) == {"packed transfer", "packed adjust"}
-    reference, resumed = (load_file(path / "model.safetensors") for path in (finished[0], tmp_path / "packed"))
+def test_killed_in_both_stages_and_resumed_equals_unbroken(run, finished, monkeypatch, tmp_path):
+    write, left = loop.write_checkpoint, [0]
+
+    def counted(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return write(*arguments)
+
+    monkeypatch.setattr(loop, "write_checkpoint", counted)
+    for checkpoints, stage in ((1, "transfer"), (3, "adjust"), (1, "adjust")):
+        left[0] = checkpoints
+        with pytest.raises(Killed):
+            run(tmp_path / "out", resume=True)
+        assert (tmp_path / "out" / "run" / "adjust").exists() == (stage == "adjust")
+    left[0] = 1000
+    run(tmp_path / "out", resume=True)
+    reference, resumed = (load_file(path / "model.safetensors") for path in (finished[0], tmp_path / "out"))
     assert resumed.keys() == reference.keys()
     for weight, tensor in reference.items():
         assert torch.equal(resumed[weight], tensor), weight
@@ -280,30 +257,12 @@ def test_output_folder_is_never_emptied(run, tmp_path):
         run(output / "mine.txt", SHORT)
 
 
-HELD = """
-import sys
-from pathlib import Path
-from lolcats.training.run_folder import FolderLock
-with FolderLock(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "out")
     before = snapshot(tmp_path / "out")
-    with subprocess.Popen(
-        [sys.executable, "-c", HELD, tmp_path / "out"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="another process of lolcats is using"):
-            run(tmp_path / "out", overwrite=True)
-        other.kill()
-    left = {name: content for name, content in snapshot(tmp_path / "out").items() if name.name != LOCK_FILE}
-    assert left == before
-    run(tmp_path / "out", resume=True)  # the lock of a killed process holds nobody back
-    assert snapshot(tmp_path / "out").keys() == before.keys()
+    with FolderLock(tmp_path / "out"), pytest.raises(UserError, match="another process of lolcats is using"):
+        run(tmp_path / "out", overwrite=True)
+    assert snapshot(tmp_path / "out") == before
 
 
 def test_an_interruption_promises_a_resume_only_where_there_is_one(run, tmp_path, monkeypatch):

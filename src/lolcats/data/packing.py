@@ -17,7 +17,6 @@ from lolcats.data import passkey, sources, templates
 from lolcats.data.packed import PackedDataset
 from lolcats.data.retrieval import RetrievalWriter
 from lolcats.data.templates import Document, SkippedRow, Template
-from lolcats.data.tokens import token_ids
 from lolcats.errors import UserError
 
 ROWS_PER_READ = 256
@@ -146,7 +145,8 @@ def pack(
 def _encode(documents: list[Document], tokenizer: Any, eos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """token ids [S] int32, is label [S] bool, tokens of each document [documents] int64."""
     texts = [text for document in documents for text, _ in document.segments]
-    encoded = token_ids(tokenizer, texts)
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    encoded = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
     pieces: list[list[int]] = []
     flags: list[bool] = []
     lengths: list[int] = []

@@ -19,7 +19,6 @@ import numpy as np
 from lolcats.config import DataSource
 from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.data.sources import DEMO_EVALUATION, detect_format, open_source
-from lolcats.data.tokens import token_ids
 from lolcats.errors import UserError
 
 Split = Literal["train", "test"]
@@ -218,7 +217,7 @@ class RetrievalWriter:
         return self.text[start : start + count]
 
     def _encode(self, text: str) -> np.ndarray:
-        return np.array(token_ids(self.tokenizer, [text])[0], dtype=np.int32)
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
 
 
 def retrieval_dataset(

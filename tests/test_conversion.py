@@ -475,6 +475,18 @@ def test_incomplete_checkpoints_are_refused(model_dir, tmp_path, change):
         load_model(folder, device="cpu")
 
 
+def test_tied_and_ignored_tensors_may_be_absent(model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    llama(vocab_size=62, tie_word_embeddings=True).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    load_base_model(ModelSection(path=str(folder), device="cpu"))
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="embed_tokens"):
+        load_base_model(ModelSection(path=str(folder), device="cpu"))
+
+
 def test_a_gpu_that_this_build_of_pytorch_cannot_use_is_no_silent_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -44,6 +44,7 @@ TRAINING = {
     "Low-rank adjusting: loss",
     "Loss by layer",
 }
+LAYERS = {"Output error", "Share of the linear part", "Weight by distance"}
 
 
 def test_a_card_needs_only_the_report(folder):
@@ -63,7 +64,7 @@ def test_evaluations_and_layers(folder, held_out):
     (folder / "eval.json").write_text(json.dumps({"models": models, "settings": {"limit": 20}}))
     card = write_card(folder)
     text = card.read_text()
-    assert charts(card) == TRAINING | {"Output error", "Share of the linear part", "Weight by distance"}
+    assert charts(card) == TRAINING | {*LAYERS, "Attention weights"}
     assert "| base | 70.00 ± 1.10 | 61.00 |" in text
     assert "| needle | out | 60.0 ± 1.0 | 30.0 ± 1.0 |" in text
     assert str(folder.parent) not in text

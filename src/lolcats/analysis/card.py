@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lolcats.analysis.charts import layer_charts, training_charts
+from lolcats.analysis.charts import layer_charts, map_chart, training_charts
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import tables
 from lolcats.report import (
@@ -43,7 +43,9 @@ def write_card(folder: str | Path) -> Path:
         for title, columns, rows in tables(evaluation | {"models": named}):
             lines += [f"## {title}", "", *markdown_table(columns, rows), ""]
     (folder / CHARTS).mkdir(exist_ok=True)
-    for chart in [*training_charts(report), *layer_charts(report, read_optional(folder / ANALYSIS_FILE))]:
+    analysis = read_optional(folder / ANALYSIS_FILE)
+    maps = map_chart(analysis) if analysis else None
+    for chart in [*training_charts(report), *layer_charts(report, analysis), *([maps] if maps else [])]:
         picture = f"{CHARTS}/{re.sub('[^a-z]+', '_', chart.title.lower())}.png"
         chart.figure.savefig(folder / picture, dpi=120)
         lines += [f"## {chart.title}", "", chart.note, "", f"![{chart.title}]({picture})", ""]

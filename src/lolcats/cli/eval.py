@@ -16,13 +16,13 @@ from lolcats.cli.options import (
     DATA_OPTIONS,
     ModelLoader,
     Sources,
-    check_writable,
     config_options,
     data_section,
     model_options,
     settings_options,
 )
 from lolcats.config import validated
+from lolcats.errors import UserError
 from lolcats.evaluation.options import EvalOptions
 from lolcats.report import table, without_paths, write_text
 
@@ -60,7 +60,8 @@ def evaluate(
       lolcats eval base out/ --tasks recall,gsm8k --lengths 1024,4096 --haystack books.jsonl
     """
     section = data_section(data, given) if data else None
-    check_writable(output)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise UserError(f"cannot write {output}: there is no folder {output.parent}")
     from lolcats.evaluation.suite import check, evaluate_models
     from lolcats.evaluation.tables import tables
 

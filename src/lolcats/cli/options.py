@@ -58,10 +58,11 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "track": ("output.track",),
     "seed": ("seed",),
 }
-ATTENTION_OPTIONS = tuple(setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable"))
-"""What can be changed of a trained model's attention."""
-MODEL_OPTIONS = ("device", "dtype", "gguf_file", "trust_remote_code", *ATTENTION_OPTIONS)
-"""Options of commands that load a model."""
+MODEL_OPTIONS = (
+    *("device", "dtype", "gguf_file", "trust_remote_code"),
+    *(setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable")),
+)
+"""Options of commands that load a model: where and how, and what can be changed of its attention."""
 DATA_OPTIONS = ("sequence_length", "loss_on", "begin_token")
 _HELP = {
     "transfer": "Stage 1, attention transfer.",
@@ -247,13 +248,6 @@ def parse_source(text: str) -> dict[str, Any]:
         known = ", ".join(_SOURCE_KEYS)
         raise UserError(f"--data {text!r}: {unknown[1]!r} is not an option of a data source; known: {known}")
     return {"path": path, **dict(reversed(options))}
-
-
-def check_writable(*files: Path | None) -> None:
-    """Find out before hours of work that a result has no place to go."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UserError(f"cannot write {file}: there is no folder {file.parent}")
 
 
 def _with_options(

@@ -199,9 +199,14 @@ def token_stream(
     form = sources.detect_format(source.source, list(rows.column_names))
     if form == "retrieval":
         return retrieval_stream(config, source.source, rows["index"], tokenizer, bar), form
-    template, used = template_for(form, config, source.source, tokenizer)
-    rows = rows.select_columns([column for column in rows.column_names if column in used | {templates.CONTINUES}])
-    name = source.source.path
+    column, name = source.source.text_column or "text", source.source.path
+    only = source.source.format != "auto" or source.source.text_column is not None
+    if form == "passkey":
+        template = passkey.template(tokenizer, config.sequence_length - config.begin_token)
+    else:
+        template = templates.records(form, tokenizer, column, only)
+    used = {column, templates.CONTINUES, *(() if form == "text" and only else templates.COLUMNS)}
+    rows = rows.select_columns([column for column in rows.column_names if column in used])
     task = bar.add_task(f"tokenising {Path(name).name}", total=len(rows))
     documents = read_documents(
         rows, template, name=name, first_row=first_row, advance=lambda count: bar.advance(task, count)
@@ -210,15 +215,6 @@ def token_stream(
     stream = tokenise(documents, tokenizer, loss_on=loss_on, max_tokens=max_tokens)
     bar.update(task, completed=len(rows))
     return stream, form
-
-
-def template_for(form: str, config: DataSection, source: DataSource, tokenizer: Any) -> tuple[Template, set[str]]:
-    """A format's template, and the columns that it may read."""
-    if form == "passkey":
-        return passkey.template(tokenizer, config.sequence_length - config.begin_token), templates.COLUMNS
-    column, only = source.text_column or "text", source.format != "auto" or source.text_column is not None
-    used = {column} if form == "text" and only else {column, *templates.COLUMNS}
-    return templates.records(form, tokenizer, column, only), used
 
 
 def retrieval_stream(

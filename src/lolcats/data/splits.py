@@ -35,7 +35,11 @@ def training_and_validation(
     for source in opened:
         rows, held_out = source.rows(), config.held_out(source.source)
         begin = max(held_out, source.reserved)
-        check_rows(source.source.path, len(rows), begin)
+        if len(rows) <= begin:
+            raise UserError(
+                f"{source.source.path} has {len(rows)} rows, and the first {begin} of each source are the validation"
+                " split, so none is left to train on: lower data.validation_rows"
+            )
         first, rest = rows.select(range(held_out)), rows.select(range(begin, len(rows)))
         validation_parts.append(pack_rows(config, source, first, 0, tokenizer, bar))
         training_parts.append(pack_rows(config, source, rest, begin, tokenizer, bar, max_tokens))
@@ -53,15 +57,6 @@ def training_and_validation(
             "with the largest weight"
         )
     return training, first_sequences(config, validation_parts)
-
-
-def check_rows(path: str, rows: int, held_out: int) -> None:
-    """Raises UserError if nothing is left to train on after the validation rows."""
-    if rows <= held_out:
-        raise UserError(
-            f"{path} has {rows} rows, and the first {held_out} of each source are "
-            f"the validation split, so none is left to train on: lower data.validation_rows"
-        )
 
 
 def sequence_limit(config: DataSection) -> int | None:

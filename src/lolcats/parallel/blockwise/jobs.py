@@ -57,14 +57,14 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         _refuse_changes(folder, read_json(file), content)
     blocks = Blocks(config, partial, data, folder / "blocks", own, console, inputs=folder / "inputs")
     warn_of_few_updates("transfer", config.transfer, len(data["train"]), console)
-    for block in blocks.blocks:
-        blocks.caches(block)  # reserves their room
     try:
         cache.save(folder / DATA_FILE, data)
         (folder / CONFIG_FILE).write_text(config.to_yaml())
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
     write_json(file, content)
+    for block in blocks.blocks:
+        blocks.caches(block)  # reserves their room
     for block, following in zip(blocks.blocks, blocks.blocks[1:], strict=False):
         if not blocks.has_inputs(following):
             console.print(f"passing the data through {block}, of {len(blocks.blocks)} blocks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +66,6 @@ def serve(
         notes().print(f"serving {name} at http://{shown}:{socket.getsockname()[1]}/v1", highlight=False, markup=False)
         if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
             notes().print("[yellow]anybody who reaches this address can use it; --api-key asks for a key[/]")
-        try:
+        with suppress(KeyboardInterrupt):  # uvicorn raises it after the end that Ctrl-C asked for
             Server(engine, checked).run([socket])
-        finally:
-            engine.shutdown(drain=False)  # after a second signal the server left it running
+        engine.shutdown(drain=False)  # after a second signal the server left it running

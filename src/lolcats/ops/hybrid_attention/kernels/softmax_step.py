@@ -31,6 +31,7 @@ LEAST_KEYS = 256  # of a split, in memory
 MOST_SPLITS = 128
 
 
+@torch.compiler.disable
 def softmax_step(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, sink_logits: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -149,16 +150,15 @@ def test_what_is_printed_fits_and_resolves(tmp_path, name, options):
         result = CliRunner().invoke(app, ["plan", name, *data, *options, *more])
         assert result.exit_code == 0, result.output
         sizes = [60] if more else list(GPUS)
-        printed = re.findall(r"^  (none fits|.* linearize, with .*)", result.stdout, re.MULTILINE)
+        printed = re.findall(r"^  (none fits|.*lolcats linearize .*)", result.stdout, re.MULTILINE)
         assert len(printed) == len(sizes)
         for size, line in zip(sizes, printed, strict=True):
             fits = re.search(rf"^ *{size} GB .* yes$", result.stdout, re.MULTILINE)
             assert bool(fits) == (line != "none fits")
             if not fits:
                 continue
-            sets = [word for change in re.findall(r"--set (\S+)", line) for word in ("--set", change)]
-            hub_id = HUB_IDS.get(name, name)
-            resolved = CliRunner().invoke(app, ["linearize", hub_id, *data, *options, *sets, "--dry-run"])
+            command = shlex.split(line.partition("lolcats ")[2], comments=True)
+            resolved = CliRunner().invoke(app, [*command, *data, *options, "--dry-run"])
             assert resolved.exit_code == 0, resolved.output
             config = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout))
             processes = int(line.split()[2]) if line.startswith("torchrun") else 1

@@ -24,7 +24,7 @@ def plan(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Memory and hours of linearizing MODEL, from its config.json and `lolcats linearize`'s options, and what to add.
+    """Memory and hours of linearizing MODEL, from its config.json and `lolcats linearize`'s options, and the command.
 
     Example: lolcats plan llama3-70b --gpus 8 --gpu-memory 80
     """
@@ -32,6 +32,7 @@ def plan(
 
     if model is not None and not Path(model).is_dir():
         model = str(Path(model).parent) if model.endswith("config.json") else HUB_IDS.get(model, model)
+    given_more = "  # and the options given here" if recipe or overrides or given or data else ""
     sources = load_recipe(recipe or DEFAULT).get("data", {}).get("sources") or [{"path": "self"}]
     if not data and sources[0]["path"] == "self":  # which only a whole model writes
         data = ["yahma/alpaca-cleaned"]
@@ -52,5 +53,5 @@ def plan(
             if fits and not command:
                 start = f"torchrun --nproc-per-node {processes} -m lolcats" if processes > 1 else "lolcats"
                 sets = "".join(f" --set {field}={str(value).lower()}" for field, value in changes.items())
-                command = f"{start} linearize, with the options above{' and' * bool(sets)}{sets}"
+                command = f"{start} linearize {config.model.path} -o out/{sets}{given_more}"
         typer.echo(f"  {command or 'none fits; try more --gpus, or --no-adjust for stage 1 alone'}\n")

@@ -74,7 +74,7 @@ def test_bad_requests(server, path, body, message, param):
 
 
 def test_values_that_ask_for_nothing_are_taken(server):
-    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}, "stop": None}
+    nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "stop": None}
     ignored = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0, "n": None, "top_k": -1, "model": "tiny"}
     ignored |= {"reasoning_effort": "low", "verbosity": "low", "store": False, "service_tier": "auto"}
     ignored |= {"stream": True, "stream_options": {"include_obfuscation": False}}

@@ -21,18 +21,19 @@ IGNORED = frozenset(
     | {"reasoning_effort", "verbosity", "prediction", "parallel_tool_calls"}
 )
 # Values of parameters that this server does not have, which ask for nothing.
-DEFAULTS: dict[str, Any] = {
-    "logit_bias": {},
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "tools": [],
-    "tool_choice": "none",
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
+DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
 }
 
 
@@ -84,7 +85,7 @@ class OpenAIRequest(CommonParams):
         kept = {}
         for given, value in values.items():
             name = "max_tokens" if given == "max_completion_tokens" else given
-            if value is None or name in IGNORED or (name in DEFAULTS and value == DEFAULTS[name]):
+            if value is None or name in IGNORED or (name in DEFAULTS and value in DEFAULTS[name]):
                 continue
             if name not in cls.model_fields:
                 message = f"parameter {name[:100]!r} is not supported by this server"

@@ -44,7 +44,7 @@ def save(kit, tmp_path, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("family", list(MULTIMODAL))
 def test_the_language_model_alone_answers_texts_as_the_whole(save, kit, tmp_path, family):
-    """Loaded, read by rows or block by block, linearized, and saved under its own names."""
+    """Loaded, read block by block, linearized, and saved under its own names."""
     whole, section = save(family)
     input_ids = kit.tokens(2, 20)
     expected = whole(input_ids=input_ids).logits
@@ -56,7 +56,6 @@ def test_the_language_model_alone_answers_texts_as_the_whole(save, kit, tmp_path
     checkpoint.load(["model"], torch.device("cpu"))
     for name, weight in skeleton.model.state_dict().items():
         assert torch.equal(weight, base.model.state_dict()[name]), name
-    assert checkpoint.sources(checkpoint.own_names().values()).keys() >= base.state_dict().keys() - checkpoint.tied
 
     base.save_pretrained(tmp_path / "base")
     assert torch.equal(_loaded(tmp_path / "base")(input_ids).logits, base(input_ids).logits)

@@ -1,4 +1,4 @@
-"""Tasks whose answers are generated, what stands before their questions, and the engine that answers."""
+"""Tasks whose answers are generated: programs, sums, many-shot labels, and what stands before their questions."""
 
 from __future__ import annotations
 
@@ -13,32 +13,89 @@ pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from lolcats.errors import UserError
 from lolcats.evaluation.lm_eval_run import LolcatsLM, run_tasks
-from lolcats.evaluation.tasks import load_tasks
+from lolcats.evaluation.programs import pass_at, passes
+from lolcats.evaluation.tasks import check_names, load_tasks
 
 
-def test_other_code_and_shots_before_questions(eval_data, softmax_model, tokenizer, monkeypatch):
+@pytest.fixture
+def chat_tokenizer(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not loop.last or add_generation_prompt %}<end>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("from __future__ import annotations\nassert 1 + 1 == 2", True),
+        ("assert 1 + 1 == 3", False),
+        ("raise SystemExit(0)", False),
+        ("import os\nos._exit(0)", False),
+        ("exit(85)", False),
+        ("while True: pass", False),
+        ("import subprocess\nsubprocess.run(['sleep', '99'])", False),
+        ("data = bytearray(2 << 30)", False),
+        ("print(input())", False),
+    ],
+)
+def test_programs_end_in_time_with_little_memory_or_do_not_pass(program, expected):
+    assert passes(program, seconds=20 if expected else 2, memory=1 << 30) is expected
+
+
+def test_pass_at_k():
+    wrong, right = "x = 1", "x = 2"
+    assert pass_at(["assert x == 2"] * 2, [[wrong, right], [right, right]], [1, 2])[0] == {
+        "pass@1": 0.75,
+        "pass@2": 1.0,
+    }
+
+
+def measure(names, answer, eval_data, model, tokenizer, monkeypatch):
+    """What tasks give, and their prompts, with `answer(prompt)` for the model's."""
     prompts = []
 
     def generate_until(self, requests, disable_tqdm=False):
         prompts.extend(request.args[0] for request in requests)
-        return ["1,000 and 1 are 1,001"] * len(requests)
+        return [answer(request.args[0]) for request in requests]
 
     monkeypatch.setattr(LolcatsLM, "generate_until", generate_until)
-    names = ["gsm8k_0shot", "gsm8k_2shot", "gsm8k_1k_0shot"]
-    tasks = load_tasks(names, str(eval_data), 0, tokenizer, chat=True)
-    found = run_tasks(softmax_model, tokenizer, tasks, chat=None)
-    assert [found[name]["value"] for name in names] == pytest.approx([1 / 3] * 3)
-    assert [found[name]["shots"] for name in names] == [0, 2, 0]
-    assert [prompt.count("<assistant>") for prompt in prompts] == [1] * 3 + [3] * 3 + [1] * 3
-    for alone, behind in zip(prompts, prompts[6:], strict=False):
-        assert behind.endswith(alone.removeprefix("<user>"))
-        assert 1024 < len(tokenizer(behind)["input_ids"]) - len(tokenizer(alone)["input_ids"]) < 1100
+    tasks = load_tasks(names, str(eval_data), 0, tokenizer, chat=tokenizer.chat_template is not None)
+    return run_tasks(model, tokenizer, tasks, chat=None, run_code=True), prompts
+
+
+def test_right_and_wrong_programs(eval_data, softmax_model, tokenizer, chat_tokenizer, monkeypatch):
+    def solve(prompt):
+        number = int(re.findall(r"times_(\d)", prompt)[-1])
+        return ["    return 0\n```\nHere it is", "    return x +\n", "    return 2 * x\n\n"][number]
+
+    given, names = (eval_data, softmax_model), ["humaneval", "humaneval_1k"]
+    found, prompts = measure(names, solve, *given, chat_tokenizer, monkeypatch)
+    for row in found.values():
+        assert (row["metric"], row["value"], row["questions"]) == ("pass@1", pytest.approx(2 / 3), 3)
+        assert (row["task"], row["chat_template"], row["stderr"] > 0) == ("humaneval_instruct", True, True)
+    assert all(re.match(r"<user>(Write|These files).*<end><assistant>Here is", prompt, re.S) for prompt in prompts)
+    assert all(prompts[3 + index].endswith(prompts[index].removeprefix("<user>")) for index in range(3))
+    lengths = [len(chat_tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    assert all(1024 < behind - alone < 1100 for alone, behind in zip(lengths, lengths[3:], strict=False))
+    found, prompts = measure(["humaneval"], solve, *given, tokenizer, monkeypatch)
+    assert (found["humaneval"]["task"], prompts[0][:11]) == ("humaneval", "def times_0")
+
+    define = lambda prompt: f"def {prompt[prompt.rindex('times_') :][:7]}(x):\n{solve(prompt)}"  # noqa: E731
+    assert measure(["mbpp"], define, *given, chat_tokenizer, monkeypatch)[0]["mbpp"]["value"] == pytest.approx(2 / 3)
+    with pytest.raises(UserError, match="--run-code"):
+        check_names(["humaneval_4k"], str(eval_data))
+
+
+def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, chat_tokenizer, monkeypatch):
+    names, said = ["gsm8k_0shot", "gsm8k_2shot"], "1,000 and 1 are 1,001"
+    found, prompts = measure(names, lambda _: said, eval_data, softmax_model, chat_tokenizer, monkeypatch)
+    assert [found[name][key] for name in names for key in ("value", "shots")] == pytest.approx([1 / 3, 0, 1 / 3, 2])
+    assert [prompt.count("<assistant>") for prompt in prompts] == [1] * 3 + [3] * 3
 
 
 def test_many_shot_labels(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 
@@ -17,7 +16,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
-from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_ruler, run_tasks
+from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks
 from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks, task_manager
 
 NAMES = list(PAPER_NAMES)
@@ -66,38 +65,6 @@ def test_tasks_may_be_given_as_objects(linear_model, tokenizer):
     )
     assert (found["group"]["value"], found["group"]["questions"]) == (pytest.approx((2 / 3 + 0) / 2), 4)
     assert {name: part["questions"] for name, part in found["group"]["parts"].items()} == {"first": 3, "second": 1}
-
-
-def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, tokenizer, monkeypatch):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    prompts = []
-
-    def generate_until(self, requests, disable_tqdm=False):
-        prompts.extend(request.args[0] for request in requests)
-        return ["1,000 and 1 are 1,001"] * len(requests)
-
-    monkeypatch.setattr(HFLM, "generate_until", generate_until)
-    tasks = load_tasks(["gsm8k"], str(eval_data), 0, chat=True)
-    found = run_tasks(softmax_model, tokenizer, tasks, chat=None)["gsm8k"]
-    assert (found["value"], found["shots"], found["chat_template"]) == (pytest.approx(1 / 3), 5, True)
-    assert [prompt.count("<assistant>") for prompt in prompts] == [6] * 3
-
-
-def test_ruler_is_lm_evals(linear_model, tokenizer, tmp_path):
-    """Of a task that needs no download; the tokenizer counts the length."""
-    pytest.importorskip("wonderwords", reason="lolcats[eval] is not installed")
-    tokenizer.save_pretrained(tmp_path)
-    settings = {"samples": 2, "batch_size": 2, "name": "niah_single_1"}
-    rows = run_ruler(linear_model, tokenizer, str(tmp_path), (700, 1024), **settings)
-    assert [(row["kind"], row["length"], row["samples"]) for row in rows] == [
-        ("niah_single_1", 700, 2),
-        ("niah_single_1", 1024, 2),
-    ]
-    assert all(0 <= row["accuracy"] <= 1 for row in rows)
 
 
 @pytest.mark.parametrize(

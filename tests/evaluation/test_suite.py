@@ -10,11 +10,11 @@ import pytest
 
 from lolcats.config import DataSection
 from lolcats.errors import UserError
-from lolcats.evaluation import suite
+from lolcats.evaluation import ruler, suite
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.suite import evaluate_models
 from lolcats.evaluation.tables import add_averages, tables
-from lolcats.evaluation.tasks import PAPER_NAMES, task_manager
+from lolcats.evaluation.tasks import PAPER_NAMES
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def text(tmp_path):
 
 def test_ruler_without_lm_eval_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    task_manager.cache_clear()
+    ruler._definition.cache_clear()
     with pytest.raises(UserError, match="pip install 'lolcats"):
         suite.check(EvalOptions(tasks=("ruler",)))
-    task_manager.cache_clear()
+    ruler._definition.cache_clear()
 
 
 def test_task_lists():

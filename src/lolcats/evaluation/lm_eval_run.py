@@ -17,7 +17,6 @@ from lm_eval import evaluator
 from lm_eval.api.group import Group
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.tasks import TaskManager
 from lm_eval.utils import env
 from tqdm import tqdm
 
@@ -119,34 +118,6 @@ def run_tasks(
             )
             results |= {name: _summary(name, task, found) | {"chat_template": in_chat} for name, task in part.items()}
     return {name: results[name] for name in tasks}
-
-
-def run_ruler(
-    model: Any, tokenizer: Any, path: str, lengths: tuple[int, ...], samples: int, batch_size: int, name: str = "ruler"
-) -> list[dict[str, Any]]:
-    """RULER (arXiv:2404.06654): kind, length, accuracy, stderr and samples of each of its tasks.
-
-    Args:
-        path: where lm-eval finds the tokenizer, whose tokens it counts.
-        lengths: tokens of prompt and answer.
-        samples: texts of each task and length, at most lm-eval's 500.
-        name: lm-eval's group, or one of its tasks.
-    """
-    rows = []
-    for length in lengths:
-        with lm_eval_set_up():
-            manager = TaskManager(metadata={"tokenizer": path, "max_seq_lengths": [length]})
-            try:
-                tasks = manager.load(name)["tasks"]
-            except (ImportError, OSError, LookupError, ValueError) as error:
-                raise UserError(f"lm-eval cannot write RULER's texts of {length} tokens: {error}") from error
-        for task in tasks.values():
-            task.main_metric = str(length)
-        found = run_tasks(model, tokenizer, tasks, limit=samples, batch_size=batch_size)
-        for kind, cell in found.items():
-            numbers = {"accuracy": cell["value"], "stderr": cell["stderr"], "samples": cell["questions"]}
-            rows.append({"kind": kind, "length": length, **numbers})
-    return rows
 
 
 def _members(task: Any) -> list[Any]:

@@ -37,7 +37,7 @@ class EvalOptions(Section, frozen=True):
     apply_chat_template: bool | None = None
     """Ask all lm-eval tasks in the chat template, or none. Default: those that generate."""
     run_code: bool = False
-    """Run programs that the model writes (humaneval, mbpp): no sandbox."""
+    """Run programs that the model writes (humaneval, mbpp): limits of time and memory, no sandbox."""
     limit: int | None = Field(None, ge=1)
     """Only the first questions of each task (each MMLU subject); so many texts of each kind and length of recall, ruler
     (50) and passkey (100), sequences of perplexity and esl."""
@@ -48,7 +48,7 @@ class EvalOptions(Section, frozen=True):
     lengths: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_numbers)] = None
     """recall, ruler (1024 to 8192), passkey (2048 to 10240): tokens of the texts."""
     haystack: str = "demo"
-    """recall: data source with the text around; `demo`: shipped textbooks."""
+    """recall, ruler: data source with the text around; `demo`: shipped textbooks."""
     max_length: int | None = Field(None, ge=2)
     """perplexity: read the data as one text, in windows of so many tokens; without, packed sequences."""
     data: DataSection | None = None

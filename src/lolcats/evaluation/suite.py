@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.perplexity import dataset_perplexity, text_perplexity
 from lolcats.evaluation.recall import PASSKEY, RECALL, recall_accuracy
 from lolcats.evaluation.tables import add_averages
-from lolcats.evaluation.tasks import check_names, data_hashes, load_tasks, task_manager
+from lolcats.evaluation.tasks import check_names, data_hashes, load_tasks
 from lolcats.provenance import provenance
 
 Load = Callable[[str], tuple[Any, Any]]
@@ -87,8 +86,10 @@ def check(options: EvalOptions) -> None:
     """Raise for what cannot be measured, before any model is loaded."""
     if options.lm_eval_tasks:
         check_names(options.lm_eval_tasks, options.data_dir, options.run_code)
-    elif "ruler" in options.tasks:
-        task_manager(known_only=True)
+    if "ruler" in options.tasks:
+        from lolcats.evaluation.ruler import check_ruler
+
+        check_ruler()
     for name in ("perplexity", "esl"):
         if name in options.tasks and options.data is None:
             raise UserError(f"--tasks {name} measures text: name it with --data")
@@ -97,8 +98,6 @@ def check(options: EvalOptions) -> None:
 def _tasks(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> Any:
     from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
 
-    if options.run_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which the tasks' metric asks for
     chat = options.apply_chat_template is not False and bool(getattr(tokenizer, "chat_template", None))
     with lm_eval_set_up():
         tasks = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, tokenizer, chat)
@@ -115,10 +114,21 @@ def _recall(
 
 
 def _ruler(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    from lolcats.evaluation.lm_eval_run import run_ruler  # needs lm-eval
+    from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
+    from lolcats.evaluation.ruler import ruler_tasks
 
-    lengths, samples = options.lengths or RECALL["lengths"], options.limit or RECALL["samples"]
-    return run_ruler(model, tokenizer, path, lengths, samples, options.batch_size)
+    given: dict[str, Any] = {"seed": options.seed, "haystack": options.haystack}
+    given |= {"lengths": options.lengths or RECALL["lengths"], "samples": options.limit or RECALL["samples"]}
+    with lm_eval_set_up():
+        tasks = ruler_tasks(tokenizer, **given)
+    named = {task.task_name: task for task in tasks.values()}
+    found = run_tasks(model, tokenizer, named, batch_size=options.batch_size)
+    rows = []
+    for (kind, length), task in tasks.items():
+        cell = found[task.task_name]
+        numbers = {"accuracy": cell["value"], "stderr": cell["stderr"], "samples": cell["questions"]}
+        rows.append({"kind": kind, "length": length, **numbers})
+    return rows
 
 
 def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:

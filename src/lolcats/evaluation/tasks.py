@@ -12,11 +12,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jinja2
 
 from lolcats.errors import UserError
 from lolcats.evaluation.distances import TOPICS_SHOTS, put_behind_code, topics
+from lolcats.evaluation.programs import before_fence, load_metric
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def check_names(names: list[str], data_dir: str | None, run_code: bool = False) 
             task_files(data_dir, base)
         if not run_code and base in known and (known[base].cfg or {}).get("unsafe_code"):
             raise UserError(
-                f"{name} runs programs that the model writes: give --run-code on a machine that may be lost"
+                f"{name} runs programs that the model writes, in processes with limits of time and memory but with your"
+                " rights: give --run-code on a machine that may be lost"
             )
 
 
@@ -122,10 +125,13 @@ def load_tasks(
     Raises:
         UserError: data that is missing or in another form, or a package that a task needs.
     """
+    import evaluate
+
     tasks: dict[str, Any] = {}
     try:
-        for name in names:
-            tasks |= _load(name, data_dir, tokenizer, chat)
+        with patch.object(evaluate, "load", functools.partial(load_metric, evaluate.load)):
+            for name in names:
+                tasks |= _load(name, data_dir, tokenizer, chat)
     except (ImportError, OSError, ValueError, KeyError, IndexError, jinja2.TemplateError) as error:
         place = "from the hub; give --data-dir for local data" if data_dir is None else f"from {data_dir}"
         raise UserError(f"cannot load {', '.join(names)} {place}: {type(error).__name__}: {error}") from error
@@ -160,7 +166,9 @@ def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[s
         members = {base: ConfigurableTask(config={"task": base, **topics(splits.get("test"), shots or TOPICS_SHOTS)})}
     else:
         changes = _subjects(splits) if base == "mmlu" else {source: _local(splits) if splits else {}}
-        given = {} if shots is None else {"num_fewshot": shots}
+        given: dict[str, Any] = {} if shots is None else {"num_fewshot": shots}
+        if source == "mbpp_instruct":  # lm-eval's own filter takes a first "def" for the block's language
+            given["filter_list"] = [{"name": "code", "filter": [{"function": "custom", "filter_fn": before_fence}]}]
         # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
         fields = [{"task": member, **given, **change} for member, change in changes.items()]
         members = manager.load({"group": "chosen", "task": fields})["tasks"]

@@ -299,7 +299,9 @@ class Trainer:
         state.history.append(entry)
         is_best = state.evaluated(metric)
         if is_best:
-            self.best = {weight: _on_cpu(tensor) for weight, tensor in self._finite_weights().items()}
+            self.best = {
+                weight: tensor.detach().to("cpu", copy=True) for weight, tensor in self._finite_weights().items()
+            }
         for block, value in zip(self.blocks, block_metrics, strict=True):
             block.evaluated(value)
         state.evaluation_seconds += monotonic() - started
@@ -343,7 +345,7 @@ class Trainer:
     def _restore(self, path: Path) -> None:
         tensors, plain = read_checkpoint(path, weights_of(self.stage), self.group)
         self.state = TrainState(**plain["counters"])
-        self.best = {name: _on_cpu(tensor) for name, tensor in tensors["best"].items()}
+        self.best = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors["best"].items()}
         if plain["finished"]:
             return
         set_weights(self.stage, tensors["weights"])
@@ -375,15 +377,6 @@ class Trainer:
         where = "" if found.rank is None else f"rank {found.rank}: "
         message = f"{where}stage {name}, step {found.step}: {found.what} is {found.value}. {advice}"
         return self.group.common(TrainingDiverged(message))
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    """A copy that takes no memory of the GPU; of this process's part alone, if it is sharded."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    whole: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride()}
-    part = tensor.to_local().detach().to("cpu", copy=True)
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **whole)
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch.library, which calls they take, and what they are compiled for."""
+"""The kernels beside compiled code, which calls they take, and what layers share."""
 
 from __future__ import annotations
 
@@ -6,43 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit import DEVICE, Case, borders, decode, make_case, triton_step
+from kit import DEVICE, borders, decode, make_case, triton_step
 from torch import Tensor
 
-from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.api import initial_state
-from lolcats.ops.hybrid_attention.kernels import op
 from lolcats.ops.hybrid_attention.kernels.forward import States, scan_chunks
-from lolcats.ops.hybrid_attention.kernels.segments import Segments
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step, supports_step
 
 TERRACED = "terraced 16"
-
-
-def settings(config: AttentionConfig, softcap: float | None = None) -> tuple:
-    window = (config.window, config.window_size, config.window_blocks, config.sinks)
-    return (*window, config.feature_map, config.linear_length_cap, 0.25, softcap)
-
-
-def arguments(case: Case, *lengths: int, softcap: float | None = None) -> tuple:
-    """Of the operator, for sequences of the given lengths, or for rows."""
-    layout = Segments.of_borders(borders(*lengths), case.q.shape[2]) if lengths else (None, None)
-    tensors = (case.q, case.k, case.v, *case.params.tensors, *[None] * 5, *layout)
-    return (*tensors, len(lengths), *settings(case.config, softcap))
-
-
-@pytest.mark.parametrize(("lengths", "softcap"), [((), None), ((3, 0, 7), 2.0)])
-def test_registration(lengths, softcap, plain_memory):
-    """Schema, shapes without data, autograd and tracing, as torch.library checks them."""
-    case = make_case(TERRACED, 10, heads=1, sink_logits=softcap is not None)
-    case = case.map(lambda x: x.detach().requires_grad_())
-    torch.library.opcheck(op.hybrid_attention_op, (*arguments(case, *lengths, softcap=softcap), None, True))
-
-
-def test_registration_of_the_error(plain_memory):
-    case = make_case(TERRACED, 10, heads=1)
-    case.params.gamma.requires_grad_()
-    torch.library.opcheck(op.hybrid_attention_op, (*arguments(case), torch.zeros_like(case.q), True))
 
 
 @torch.no_grad()
@@ -63,7 +35,7 @@ def test_layers_share_what_follows_from_borders_and_positions():
 
 @pytest.mark.parametrize("layout", [None, pytest.param(borders(4, 16), marks=pytest.mark.slow)], ids=["rows", "packed"])
 def test_compiles(layout):
-    """torch.compile makes one graph of it, forward and backward."""
+    """Between graphs of torch.compile, forward and backward."""
     case = make_case(TERRACED, 20, heads=1)
     q = case.q.clone().requires_grad_()
 
@@ -71,7 +43,7 @@ def test_compiles(layout):
         return replace(case, q=q).run("triton", cu_seqlens=layout)[0].square().sum()
 
     expected = torch.autograd.grad(loss(q, layout), q)[0]
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(loss, backend="aot_eager")
     assert torch.equal(torch.autograd.grad(compiled(q, layout), q)[0], expected)
 
 
@@ -88,7 +60,9 @@ def test_the_step_compiles():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_scan_leaves_out_the_own_entry(reverse):
     """Features over a clamped denominator are 1e12: a sum less the own entry would lose all before it."""
-    x = op._operands(arguments(make_case("sliding 0", 640)))
+    case = make_case("sliding 0", 640)
+    tensors = (case.q, case.k, case.v, *case.params.tensors, *[None] * 7)
+    x = Operands.of(tensors, 0, case.config, 0.25, None)
     S = torch.randn(1, 1, 10, x.shape.F, x.shape.D, device=DEVICE)
     z = torch.rand(1, 1, 10, x.shape.F, device=DEVICE)
     S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12

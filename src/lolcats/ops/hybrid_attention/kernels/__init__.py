@@ -1,7 +1,7 @@
 """The hybrid attention as Triton kernels. Only `support` may be imported without Triton.
 
     support       which calls the kernels take
-    op            the operators of torch.library, their gradients, and the calls that `hybrid_attention` makes
+    op            the calls that `hybrid_attention` makes of forward and backward, as a function with a gradient
     forward       states before every chunk, then outputs
     backward      the gradients of both
     decode        one token with a state

@@ -1,9 +1,7 @@
-"""The Triton kernels as operators of torch.library, so that autograd, torch.compile, activation checkpointing
-and sharding see one opaque function with a gradient; and the calls of `hybrid_attention` that run through them.
+"""The calls that `hybrid_attention` makes of the kernels, as a function with a gradient.
 
-Whatever the backward pass needs of the forward pass is an output of the operator. With y and three numbers per query
-these are the states before every chunk, which cost 4 KiB a token and layer until the backward pass (8 key/value heads,
-head_dim 128, 2 x 64 features, half precision) and spare it a scan over all keys.
+With y and three numbers per query, the backward pass keeps the states before every chunk, which cost 4 KiB a token and
+layer (8 key/value heads, head_dim 128, 2 x 64 features, half precision) and spare it a scan over all keys.
 
 Importing this module needs Triton.
 """
@@ -12,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.backward import backward
@@ -26,22 +24,12 @@ from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, once, push_tokens
 
-# The settings that the operators take, as fields of `AttentionConfig`.
-SETTINGS = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
-# Operands' fields, in its order, with the settings in the place of `config`.
-_OPERANDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
-    " Tensor? sink_logits, Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? base,"
-    " Tensor? table, Tensor? slots, SymInt sequences,"
-    " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap, float scale,"
-    " float? softcap"
-)
-_TENSORS = 16  # the first arguments
-_DIFFERENTIABLE = 13  # the first of these
+_DIFFERENTIABLE = 13  # the first of the 16 tensors of `Operands`
 _INPUTS = (0, 1, 2, 11, 12)  # q, k, v and the sinks
 _WEIGHTS = (4, 5, 6, 7)
 
 
+@torch.compiler.disable
 def triton_attention(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
@@ -97,14 +85,7 @@ def triton_attention(
 
     before = (S, z, sink_k, sink_v)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, base_N, layout)
-    scoring = params.scale_of(q_BHTD), params.softcap
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if save or torch.compiler.is_compiling():
-        y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, *scoring), None, save)
-    else:
-        out, states = forward(Operands.of(tensors, sequences, config, *scoring))
-        y_BHTD = out.y
-        S, z = (None, None) if states is None else states[2:]
+    y_BHTD, S, z = _attend(tensors, (sequences, config, params.scale_of(q_BHTD), params.softcap))
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
         if rows_are_sequences:
@@ -119,6 +100,7 @@ def triton_attention(
     return y_BHTD, after
 
 
+@torch.compiler.disable
 def triton_squared_error(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
@@ -133,8 +115,8 @@ def triton_squared_error(
     layout = None if cu_seqlens is None else Segments.of_borders(cu_seqlens, q_BHTD.shape[2])
     sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens) if config.sinks else (None, None)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
-    arguments = _arguments(tensors, 0, config, params.scale_of(q_BHTD), params.softcap)
-    return hybrid_attention_op(*arguments, _dense(target_BHTD), True)[-1]
+    settings = (0, config, params.scale_of(q_BHTD), params.softcap)
+    return _attend(tensors, settings, _dense(target_BHTD))[0]
 
 
 def _even_borders(sequences: int, tokens: int, device: torch.device) -> Tensor:
@@ -152,7 +134,7 @@ def _tensors(
     base: Tensor | None,
     layout: Segments | None,
 ) -> tuple[Tensor | None, ...]:
-    """The operators' tensors, in their order, as `Operands` has them; `before` is S, z, sink_k, sink_v."""
+    """As `Operands.of` takes them; `before` is S, z, sink_k, sink_v."""
     table, slots = (None, None) if layout is None else (layout.table, layout.slots)
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
@@ -161,13 +143,6 @@ def _tensors(
         None if x is None else _dense(x) if i in _INPUTS else x.contiguous()
         for i, x in enumerate((q, k, v, *params.tensors, *before, base, table, slots))
     )
-
-
-def _arguments(
-    tensors: tuple[Tensor | None, ...], sequences: int, config: AttentionConfig, scale: float, softcap: float | None
-) -> tuple:
-    """The operators' first arguments."""
-    return *tensors, sequences, *(getattr(config, name) for name in SETTINGS), scale, softcap
 
 
 def _first_tokens(k_BGTD: Tensor, v_BGTD: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -186,105 +161,52 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _operands(arguments: tuple) -> Operands:
-    """From the operators' first arguments; see `Operands.of`."""
-    tensors, (sequences, *settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
-    return Operands.of(tensors, sequences, config_of(*settings), scale, softcap)
+def _attend(
+    tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...], target: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, or the sum of its squared errors against a target, and the final S and z, None for no sequences."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Attention.apply(settings, target, *tensors)
+    return _results(*forward(Operands.of(tensors, *settings), target=target))
 
 
-@cache
-def config_of(*settings: Any) -> AttentionConfig:
-    """The settings that the operators take, as one object."""
-    return AttentionConfig(**dict(zip(SETTINGS, settings, strict=True)))
+def _results(out: Outputs, states: States | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return out.y if out.square is None else out.square.sum(), *((None, None) if states is None else states[2:])
 
 
-@torch.library.custom_op(
-    "lolcats::hybrid_attention",
-    mutates_args=(),
-    schema=f"({_OPERANDS}, Tensor? target, bool save) -> (" + ", ".join(["Tensor"] * 10) + ")",
-)
-def hybrid_attention_op(*arguments):
-    """y, the final S and z; with `save` den, top and arg of `Outputs`, and S and z of `States`; with a target, whose
-    error y is then, delta and the sum of all squares. Empty tensors for what there is not."""
-    *first, target, save = arguments
-    x = _operands(tuple(first))
-    out, states = forward(x, save=save, target=target)
-    return _results(x, out, states, save=save)
+class _Attention(torch.autograd.Function):
+    """`_attend` with the gradients of its tensors."""
 
+    @staticmethod
+    def forward(ctx: Any, settings: tuple[Any, ...], target: Tensor | None, *tensors: Tensor | None) -> Any:
+        out, states = forward(Operands.of(tensors, *settings), save=True, target=target)
+        saved = out.y, out.den, out.top, out.arg, out.delta, *((None, None) if states is None else states[:2])
+        ctx.save_for_backward(*saved, *tensors)
+        ctx.settings, ctx.has_target = settings, target is not None
+        ctx.set_materialize_grads(False)
+        return _results(out, states)
 
-def _results(x: Operands, out: Outputs, states: States | None, *, save: bool) -> tuple[Tensor, ...]:
-    S, z, *ends = states or (None,) * 4
-    square = None if out.square is None else out.square.sum()
-    found = (out.y, *ends, out.den, out.top, out.arg, *((S, z) if save else (None, None)), out.delta, square)
-    return tuple(x.q.new_empty(0, dtype=torch.float32) if result is None else result for result in found)
-
-
-@hybrid_attention_op.register_fake
-def _(*arguments):
-    *first, target, save = arguments
-    x = _operands(tuple(first))
-    out = Outputs.empty(x, save=save, error=target is not None)
-    return _results(x, out, States.empty(x) if x.is_linear else None, save=save)
-
-
-@torch.library.custom_op(
-    "lolcats::hybrid_attention_backward",
-    mutates_args=(),
-    schema=f"({_OPERANDS}, Tensor dy, Tensor? dS, Tensor? dz, Tensor y, Tensor den, Tensor top, Tensor arg,"
-    " Tensor prefix_S, Tensor prefix_z, Tensor? delta, bool need_inputs, bool need_weights)"
-    " -> (" + ", ".join(["Tensor"] * _DIFFERENTIABLE) + ")",
-)
-def hybrid_attention_backward_op(*arguments):
-    """What `backward` returns, with empty tensors in place of None."""
-    dy, dS, dz, y, den, top, arg, prefix_S, prefix_z, delta, need_inputs, need_weights = arguments[-12:]
-    grads = backward(
-        _operands(arguments[:-12]),
-        States(prefix_S, prefix_z),
-        Outputs(y, den, top, arg, delta),
-        _dense(dy),
-        None if dS is None else dS.contiguous(),
-        None if dz is None else dz.contiguous(),
-        need_inputs=need_inputs,
-        need_weights=need_weights,
-    )
-    return tuple(y.new_empty(0) if grad is None else grad for grad in grads)
-
-
-@hybrid_attention_backward_op.register_fake
-def _(*arguments):
-    need_inputs, need_weights = arguments[-2:]
-    needs = [need_weights if i in _WEIGHTS else need_inputs or i not in _INPUTS for i in range(_DIFFERENTIABLE)]
-    formats = [torch.preserve_format] * 3 + [torch.contiguous_format] * (_DIFFERENTIABLE - 3)
-    return tuple(
-        torch.empty_like(x, memory_format=form) if need and x is not None else arguments[0].new_empty(0)
-        for x, need, form in zip(arguments[:_DIFFERENTIABLE], needs, formats, strict=True)
-    )
-
-
-def _save(ctx, inputs, output):
-    y, _, _, *saved, _ = output
-    ctx.save_for_backward(*inputs[:_TENSORS], y, *saved)
-    *ctx.settings, target, _ = inputs[_TENSORS:]
-    ctx.has_target = target is not None
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, dS, dz, *others):
-    tensors, (y, *saved, delta) = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
-    needs = ctx.needs_input_grad
-    need_inputs, need_weights = any(needs[i] for i in _INPUTS), any(needs[i] for i in _WEIGHTS)
-    factor = None
-    if ctx.has_target:  # everything is linear in the gradient of y, which is 2 (y - target) times that of the sum
-        dy, factor = y, 2.0 * others[-1]
-    elif dy is None:
-        dy = torch.zeros_like(y)
-    delta = delta if ctx.has_target else None
-    further = (dy, dS, dz, y, *saved, delta, need_inputs, need_weights)
-    grads = hybrid_attention_backward_op(*tensors, *ctx.settings, *further)
-    grads = [grad if need and grad.numel() > 0 else None for grad, need in zip(grads, needs, strict=False)]
-    if factor is not None:
-        grads = [None if grad is None else grad * factor for grad in grads]
-    return (*grads, *[None] * (len(needs) - _DIFFERENTIABLE))
-
-
-hybrid_attention_op.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        (y, den, top, arg, delta, S, z, *tensors), (dy, dS, dz) = ctx.saved_tensors, gradients
+        needs = ctx.needs_input_grad[2:]
+        factor = None
+        if ctx.has_target:  # everything is linear in the gradient of y, which is 2 (y - target) times that of the sum
+            dy, factor = y, 2.0 * dy
+        elif dy is None:
+            dy = torch.zeros_like(y)
+        found = backward(
+            Operands.of(tensors, *ctx.settings),
+            States(S, z),
+            Outputs(y, den, top, arg, delta),
+            _dense(dy),
+            None if dS is None else dS.contiguous(),
+            None if dz is None else dz.contiguous(),
+            need_inputs=any(needs[i] for i in _INPUTS),
+            need_weights=any(needs[i] for i in _WEIGHTS),
+        )
+        grads = [grad if need else None for grad, need in zip(found, needs, strict=False)]
+        if factor is not None:
+            grads = [None if grad is None else grad * factor for grad in grads]
+        return None, None, *grads, *[None] * (len(tensors) - _DIFFERENTIABLE)

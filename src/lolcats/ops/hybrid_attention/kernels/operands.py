@@ -186,7 +186,7 @@ def _window_columns(config: AttentionConfig) -> int:
 
 @dataclass(frozen=True)
 class Operands:
-    """Tensors and settings of one call, as the operators take them.
+    """Tensors and settings of one call.
 
     Every row is a sequence, from its first token. Or one row holds all sequences: `table` and `slots` are those of
     `segments.Segments`, and where this text says "sequence b", segment b is meant. Sequences that resume from states
@@ -220,7 +220,7 @@ class Operands:
     def of(
         cls, tensors: Sequence[Any], sequences: int, config: AttentionConfig, scale: float, softcap: float | None
     ) -> Operands:
-        """From the operators' tensors, in their order."""
+        """From all tensors, in their order."""
         q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, S, z, sink_k, sink_v, *layout = tensors
         maps = FeatureMaps(q_weight, k_weight, q_bias, k_bias)
         inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(*layout))
@@ -242,7 +242,6 @@ class Operands:
 
     @cached_property
     def shape(self) -> KernelShape:
-        """Not of a compiler's tensors, whose sizes are symbols."""
         heads = self.q.shape[1], self.k.shape[1], self.state_heads
         columns = 1 if self.maps.k_weight is None else self.maps.k_weight.shape[2]
         return KernelShape.of(self.config, self.q.dtype, *heads, self.q.shape[3], columns)
@@ -277,10 +276,7 @@ class Operands:
         S has the type of q; the range of float16 is too small for sums over a sequence. In float32 it would cost more
         traffic than q, k, v and y together.
         """
-        assert self.maps.k_weight is not None
-        assert self.config.feature_map is not None
-        features = self.maps.k_weight.shape[2] * get_feature_map(self.config.feature_map).multiple
-        size = (self.lists[0], self.state_heads, self.lists[1], features)
+        size = (self.lists[0], self.state_heads, self.lists[1], self.shape.F)
         dtype = torch.bfloat16 if self.q.dtype == torch.float16 else self.q.dtype
         S = self.q.new_empty((*size, self.q.shape[3]), dtype=dtype)
         return S, self.q.new_empty(size, dtype=torch.float32)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from generation_kit import BOUNDED, HYBRID, RECURRENT, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
 
 from lolcats.generation.engine import Engine
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from generation_kit import BOUNDED, HYBRID, RECURRENT, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
 
 
 @pytest.fixture(scope="session", params=["linear", "hybrid", "bounded", *RECURRENT])

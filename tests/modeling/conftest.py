@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import family_models
 import pytest
 from transformers import PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import family_models
 
 
 @pytest.fixture(scope="session")

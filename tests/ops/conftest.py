@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("kit")
 KERNELS = ["*kernel*", "test_huge_strides.py", "test_softmax_step.py"]
 TRITON = importlib.util.find_spec("triton") is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from lolcats.config import LinearizeConfig, merge
 from lolcats.pipeline import linearize
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "modeling")]  # ranks.py, family_models.py
 
 QUIET = Console(quiet=True)
 

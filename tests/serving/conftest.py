@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import http.client
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from generation_kit import kit_fixture, model_fixture, tokenizer_fixture  # noqa: F401
 
 from lolcats.generation.engine import Engine
 from lolcats.serving.server import Server, listen
 from lolcats.serving.settings import ServerSettings
-
-# Helper modules of this folder and its neighbour.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "generation")]
-
-from generation_kit import kit_fixture, model_fixture, tokenizer_fixture  # noqa: E402, F401
 
 
 @dataclass

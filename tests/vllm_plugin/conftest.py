@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "../generation", "../modeling")]
 pytest.register_assert_rewrite("vllm_kit")
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

@@ -72,22 +72,6 @@ def test_finish_reasons(kit, model, make_engine):
     assert any(result.finish_reason == "stop" and result.token_ids[-1] == kit.EOS for result in ends)
 
 
-def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
-    """Every token is a byte here, so that each stop string spans tokens."""
-    engine = make_engine()
-    for seed in range(2):
-        prompt = kit.random_tokens(9, seed)
-        free = engine.generate([prompt], SamplingParams(max_new_tokens=60, ignore_eos=True))[0]
-        stop = free.text[20:24]
-        params = SamplingParams(max_new_tokens=60, ignore_eos=True, stop=["nothing like it", stop])
-        handle = engine.submit(prompt, params)
-        pieces = list(handle)
-        result = handle.result()
-        assert result.finish_reason == "stop"
-        assert result.text == free.text[: free.text.index(stop)] == "".join(pieces)
-        assert len(result.token_ids) < len(free.token_ids)
-
-
 def test_logprobs_are_the_models(kit, model, make_engine):
     prompt = kit.random_tokens(7, 2)
     params = SamplingParams(max_new_tokens=8, temperature=0.7, top_k=5, seed=1, logprobs=3, ignore_eos=True)

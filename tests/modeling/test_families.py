@@ -130,21 +130,6 @@ def test_the_saved_folder_reloads_exactly(small_window, kit, tmp_path):
     assert torch.equal(model(input_ids).logits, loaded(input_ids).logits)
 
 
-def test_greedy_generation_with_cache_without_cache_and_padded(small_window, kit):
-    input_ids = kit.tokens(2, 12)
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    everything = torch.ones_like(input_ids)
-    cached = small_window.generate(input_ids, attention_mask=everything, **settings)
-    uncached = small_window.generate(input_ids, attention_mask=everything, use_cache=False, **settings)
-    assert torch.equal(cached, uncached)
-    short = input_ids[1:, 5:]
-    alone = small_window.generate(short, attention_mask=torch.ones_like(short), **settings)
-    mask = kit.padding([12, 7], 12)
-    together = small_window.generate(input_ids * mask, attention_mask=mask, **settings)
-    assert torch.equal(together[0], cached[0])
-    assert torch.equal(together[1, 5:], alone[0])
-
-
 def test_the_page_of_models_has_the_family(family, original, kit):
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
     config = convert(copy.deepcopy(original), AttentionConfig()).config

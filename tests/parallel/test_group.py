@@ -8,7 +8,6 @@ from lolcats.config import LinearizeConfig, TransferSection, merge
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_skeleton
 from lolcats.parallel import sharding
-from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.group import SINGLE, Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 
@@ -70,17 +69,6 @@ def test_which_runs_shard_their_weights(changes, memory, expected, both_stages, 
     config = LinearizeConfig.from_dict(merge(both_stages, merge({"parallel": {"shard": "auto"}}, changes)))
     assert sharding.shards_weights(config, OneOfSeveral(0, 2)) == expected
     assert not sharding.shards_weights(config, SINGLE)
-
-
-def test_layers_are_divided_into_blocks():
-    blocks = divide([0, 1, 2, 4, 5, 6, 7], 2)
-    assert [(block.begin, block.end, block.linear) for block in blocks] == [
-        (0, 2, (0, 1)),
-        (2, 5, (2, 4)),
-        (5, 7, (5, 6)),
-        (7, 8, (7,)),
-    ]
-    assert [block.is_last for block in blocks] == [False, False, False, True]
 
 
 # --- joining ------------------------------------------------------------------------------------------------

@@ -85,13 +85,6 @@ def test_loss_is_the_mean_over_sequences_of_next_token_cross_entropy(adjust_stag
     torch.testing.assert_close(stage.micro_step(batch, 1.0)["loss"], torch.stack(expected).mean().detach())
 
 
-@pytest.mark.parametrize("control", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(adjust_stage, control):
-    plain, train = adjust_stage(softmax_control=control)
-    recomputed, _ = adjust_stage(softmax_control=control, gradient_checkpointing=True)
-    close(*(run(stage, train.batch(range(2)))[1] for stage in (recomputed, plain)))
-
-
 def test_distillation_compares_with_the_softmax_teacher(adjust_stage):
     same, train = adjust_stage(window_size=64, distill_factor=0.5)  # a window over everything is softmax
     batch = train.batch(range(2))
@@ -169,15 +162,6 @@ def test_the_head_is_found_with_what_follows_it(adjust_stage):
         for stage.head in (find_head(model), LanguageHead()):  # the second: logits come from the model
             for found, expected in zip(run(stage, batch), run_without_parts(stage, batch), strict=True):
                 close(found, expected)
-
-
-def test_rows_of_labels():
-    labels = torch.tensor([[9, -100, 4, 5], [7, -100, -100, 6]])
-    rows = label_rows(labels)
-    assert rows["row_L"].tolist() == [1, 2, 6]  # the outputs before the labels; the first token is no label
-    assert rows["label_L"].tolist() == [4, 5, 6]
-    assert rows["weight_L"].tolist() == [0.25, 0.25, 0.5]
-    assert [len(x) for x in label_rows(torch.full((2, 4), -100)).values()] == [0, 0, 0]
 
 
 def test_padded_labels_change_nothing(adjust_stage, monkeypatch):

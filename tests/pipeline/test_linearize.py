@@ -7,15 +7,13 @@ import re
 import shutil
 from functools import reduce
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, LlamaConfig
-from transformers.utils.hub import PushToHubMixin
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
 from lolcats.conversion import covered_positions, fit_positions
@@ -368,22 +366,6 @@ def test_lolcats_plus_says_what_a_large_model_needs_before_anything_is_read(tmp_
 def test_stage_1_of_another_run_is_refused_where_there_is_none(run, finished, tmp_path):
     with pytest.raises(UserError, match="--transfer-from takes stage 1"):
         run(tmp_path / "out", {"transfer": {"enabled": False}}, transfer_from=finished[0])
-
-
-def test_pushed_to_the_hub_with_everything(finished, monkeypatch):
-    """What would be uploaded holds the weights and the code that loads them."""
-    uploaded = []
-
-    def upload(self, working_dir, *args, **kwargs):
-        uploaded.append({path.name for path in Path(working_dir).iterdir()})
-
-    monkeypatch.setattr(PushToHubMixin, "_upload_modified_files", upload)
-    monkeypatch.setattr(HfApi, "create_repo", lambda *args, **kwargs: SimpleNamespace(repo_id="me/it"))
-    card = SimpleNamespace(save=lambda path: None)
-    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *args, **kwargs: card)
-    AutoModelForCausalLM.from_pretrained(finished[0]).push_to_hub("me/it")
-    assert len(uploaded) == 1
-    assert {"config.json", "model.safetensors", "modeling_lolcats.py"} <= uploaded[0]
 
 
 def test_four_bits_are_refused_where_they_cannot_be(run, settings, tmp_path, monkeypatch):

@@ -88,16 +88,6 @@ def test_replaying_equals_calling(device, sizes):
     assert weight.grad is not None
 
 
-def test_another_scale_is_another_graph():
-    step, weight, _, graphs = make("cpu")
-    for scale in (1.0, 0.5):
-        for _ in range(WARM_UP + 2):
-            weight.grad = None
-            step({"x": torch.ones(5, 4)}, scale=scale)
-        assert torch.allclose(weight.grad, scale * 2 * weight.sum().detach() * torch.ones(4))
-    assert len(graphs._captured) == 2
-
-
 @DEVICES
 def test_two_functions(device):
     """An evaluation: between micro-steps, with the parameters' present values and no gradients."""

@@ -67,13 +67,6 @@ def test_no_labels_at_all(frozen):
     assert loss == 0
 
 
-def test_features_that_are_logits():
-    features = torch.randn(9, VOCABULARY, requires_grad=True)
-    label, weight = torch.randint(VOCABULARY, (9,)), torch.rand(9)
-    loss = weighted_cross_entropy(features, label, weight, LanguageHead(), part=4)
-    assert_same(loss, plain_loss(features, label, weight, LanguageHead()), features)
-
-
 def test_small_weights_do_not_underflow_in_half_precision():
     head = make_head()
     head.module.half()

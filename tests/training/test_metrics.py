@@ -10,37 +10,10 @@ from toy_stage import ToyStage, equal_weights, folders, run
 
 from lolcats.training import loop
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
-from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged
+from lolcats.training.metrics import TrainingDiverged
 from lolcats.training.stage import weights_of
 
 NAN = float("nan")
-
-
-def test_scalars_are_averaged_over_micro_batches():
-    buffer = MetricBuffer()
-    buffer.add_losses(1, {"loss": torch.tensor(1.0), "mse": torch.tensor(10.0)})
-    buffer.add_losses(1, {"loss": torch.tensor(2.0), "mse": torch.tensor([30.0])})
-    buffer.add_losses(2, {"loss": torch.tensor(5.0), "layer_losses": {0: torch.tensor(1.0), 4: torch.tensor(2.0)}})
-    buffer.add_gradients(2, ("a",), torch.tensor([1.0]))
-    assert buffer.updates == 2
-    assert buffer.read() == [(1, {"loss": 1.5, "mse": 20.0}), (2, {"loss": 5.0})]
-    assert buffer.updates == 0
-    assert buffer.read() == []
-
-
-@pytest.mark.parametrize(
-    ("layers", "what"),
-    [({4: 1.0, 9: NAN, 10: NAN}, "the loss of layer 9"), ({0: math.inf}, "the loss of layer 0"), ({}, "the loss")],
-)
-def test_first_bad_layer_is_named(layers, what):
-    buffer = MetricBuffer()
-    buffer.add_losses(3, {"loss": torch.tensor(1.0)})
-    layer_losses = {layer: torch.tensor(value) for layer, value in layers.items()}
-    buffer.add_losses(4, {"loss": torch.tensor(NAN), "layer_losses": layer_losses})
-    buffer.add_gradients(4, ("layers.0.weight",), torch.tensor([NAN]))
-    with pytest.raises(NonFinite) as caught:
-        buffer.read()
-    assert (caught.value.step, caught.value.what) == (4, what)
 
 
 class Failing(ToyStage):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import COMMON, FAMILIES
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -24,50 +25,26 @@ CHAT_TEMPLATE = (
 EOS = 256
 # Layers of both kinds, with and without a native window: a linear and a softmax layer of each.
 HYBRID: dict[str, Any] = {
-    "model_type": "gemma2",
+    "family": "gemma2",
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 6,
-    "head_dim": 8,
     "attention": {"exact": [2, 3, "1.0"]},
 }
 # Exact heads with a window, in a layer of both kinds and in one of their own.
 BOUNDED: dict[str, Any] = {"attention": {"exact": ["0.1", 1], "exact_window": 5, "sinks": 2}}
 # A softmax layer that attends within chunks, and a linear one.
-CHUNKED: dict[str, Any] = {
-    "model_type": "llama4_text",
-    "no_rope_layers": [1, 0],
-    "attention_chunk_size": 80,
-    "head_dim": 8,
-    "intermediate_size_mlp": 48,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 1,
-}
+CHUNKED: dict[str, Any] = {"family": "llama4", "attention_chunk_size": 80}
 # Layers that the base model has beside attention.
+THREE_LAYERS = ["linear_attention", "full_attention", "full_attention"]
 RECURRENT: dict[str, dict[str, Any]] = {
     "delta-net": {
-        "model_type": "qwen3_5_text",
+        "family": "qwen3.5",
         "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "full_attention"],
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        "layer_types": THREE_LAYERS,
         "attention": {"exact": [2, "1.0"]},
     },
-    "state-space": {
-        "model_type": "granitemoehybrid",
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_local_experts": 0,
-        "shared_intermediate_size": 48,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 8,
-        "attention_multiplier": 0.3,
-    },
-    "convolution": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    "state-space": {"family": "granite4", "num_local_experts": 0},
+    "convolution": {"family": "lfm2"},
 }
 
 
@@ -86,27 +63,14 @@ def make_tokenizer() -> Any:
 
 
 def make_model(
-    model_type: str = "llama", *, dtype: torch.dtype = torch.float64, attention: dict | None = None, **changes: Any
+    family: str = "llama", *, dtype: torch.dtype = torch.float64, attention: dict | None = None, **changes: Any
 ) -> Any:
     """A linearized random model. float64: no rounding makes two ways of computing a token differ."""
     torch.manual_seed(5)
-    config = AutoConfig.for_model(
-        model_type,
-        **{
-            "vocab_size": 256 + len(SPECIAL),
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.2,
-            "bos_token_id": None,
-            "eos_token_id": EOS,
-            "pad_token_id": None,
-            **changes,
-        },
-    )
+    model_type, difference = FAMILIES.get(family, (family, {}))
+    shape = {"vocab_size": 256 + len(SPECIAL), "max_position_embeddings": 256}
+    special = {"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": None}
+    config = AutoConfig.for_model(model_type, **(COMMON | difference | shape | special | changes))
     base = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     # An end token that comes often enough for tests.
     base.get_output_embeddings().weight.data[EOS] *= 1.2

@@ -19,7 +19,7 @@ MODELS = {
     "linear": {},
     "sliding-window": {"attention": {"window": "sliding", "window_size": 4, "sinks": 2, "linear_length_cap": 20}},
     "hybrid-native-window": HYBRID,
-    "hybrid-softmax-first": {"model_type": "qwen3", "head_dim": 8, "attention": {"exact": [0, "1.1"]}},
+    "hybrid-softmax-first": {"family": "qwen3", "attention": {"exact": [0, "1.1"]}},
     "exact-heads-native-window": HYBRID | {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize"}},
     "exact-window": BOUNDED,
     "exact-window-without-sinks": {"attention": {"exact": [0, "1.1"], "exact_window": 4}},
@@ -27,15 +27,11 @@ MODELS = {
     "exact-8-bits-window": {"attention": BOUNDED["attention"] | {"exact_bits": 8}},
     "exact-window-native-window": HYBRID
     | {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize", "exact_window": 9, "sinks": 1}},
-    "shared-keys": HYBRID
-    | {"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 2}
-    | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 320}
+    "shared-keys": {"family": "gemma4-shared-keys", "vocab_size_per_layer_input": 320}
     | {"attention": {"exact": ["1.0", 2], "sliding_layers": "linearize"}},
     "chunked": CHUNKED,
-    "narrow-values": HYBRID
-    | {"model_type": "mimo_v2_flash", "head_dim": 16, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 4}
-    | {"attention": {"exact": ["1.0", 3]}},
-    "scaled-logits": {"model_type": "granite", "logits_scaling": 3.0},
+    "narrow-values": HYBRID | {"family": "mimo", "mlp_layer_types": ["dense"] * 4, "attention": {"exact": ["1.0", 3]}},
+    "scaled-logits": {"family": "granite", "logits_scaling": 3.0},
 }
 
 
@@ -103,6 +99,15 @@ def test_bad_prompts_and_lengths_are_refused_at_once(kit, make_engine):
     ]:
         with pytest.raises(ValueError, match=message):
             engine.submit(prompt)
+    for prompts, params, message in (
+        ([[1], []], None, "no tokens"),
+        ([[1]], [SamplingParams(), SamplingParams()], "2 params for 1 prompts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate(prompts, params)
+    while engine.step():
+        pass
+    assert slots_are_free(engine)
     with pytest.raises(ValueError, match="stop_token_ids: 999 is outside"):
         engine.submit([1], SamplingParams(stop_token_ids=[999]))
     hybrid = kit.make_model(attention={"exact": [0]})
@@ -185,17 +190,6 @@ def test_a_model_that_fails_ends_those_it_ran_for(kit, make_engine, monkeypatch)
     monkeypatch.setattr(Runner, "prefill", prefill)
     assert engine.submit([2, 3], params).result().finish_reason == "length"
     assert running.result().token_ids == make_engine().generate([[1]], params)[0].token_ids
-    assert slots_are_free(engine)
-
-
-def test_generate_refuses_bad_requests_and_leaves_nothing_behind(kit, make_engine):
-    engine = make_engine()
-    with pytest.raises(ValueError, match="no tokens"):
-        engine.generate([[1], []])
-    with pytest.raises(ValueError, match="2 params for 1 prompts"):
-        engine.generate([[1]], [SamplingParams(), SamplingParams()])
-    while engine.step():
-        pass
     assert slots_are_free(engine)
 
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+from family_models import COMMON
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -32,18 +33,7 @@ from lolcats.evaluation.load import load_model
 from lolcats.modeling.compat import CACHE
 from lolcats.modeling.loading import load_base_model, load_skeleton, locate, resolve_device
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SMALL = COMMON | {"vocab_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 64, "eos_token_id": 2}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 8,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from family_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lolcats.config.attention import AttentionConfig
@@ -15,19 +16,7 @@ from lolcats.evaluation.effective_length import effective_lengths, query_lengths
 
 def tiny(model_type: str = "llama", **changes):
     torch.manual_seed(3)
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        head_dim=8,
-        **changes,
-    )
+    config = AutoConfig.for_model(model_type, **COMMON, head_dim=8, **changes)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -46,7 +35,7 @@ def test_uniform_attention_looks_half_way_back():
 @pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("gemma2", {"sliding_window": 4})])
 def test_against_attention_weights(model_type, changes):
     model = tiny(model_type, **changes)
-    ids = torch.randint(0, 300, (3, 21))
+    ids = torch.randint(0, 96, (3, 21))
     before = model.config._attn_implementation
     found = sequence_lengths(model, ids)
     assert model.config._attn_implementation == before
@@ -57,14 +46,14 @@ def test_against_attention_weights(model_type, changes):
 
 
 def test_a_linearized_model_reports_its_softmax_attention():
-    ids = torch.randint(0, 300, (2, 30))
+    ids = torch.randint(0, 96, (2, 30))
     expected = sequence_lengths(tiny(), ids)
     model = convert(tiny(), AttentionConfig(window_size=4))
     torch.testing.assert_close(sequence_lengths(model, ids), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_data_set_is_measured_in_batches():
-    ids = torch.randint(0, 300, (7, 12))
+    ids = torch.randint(0, 96, (7, 12))
     data = PackedDataset(ids.int().numpy(), np.ones((7, 12), bool))
     found = effective_lengths(data, tiny(), batch_size=3)
     lengths = sequence_lengths(tiny(), ids)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from family_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lolcats.config import AdjustSection
@@ -20,19 +21,8 @@ needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is Non
 
 
 def make_model(family="llama", dtype=torch.float32, device="cpu"):
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "initializer_range": 0.02}
+    config = AutoConfig.for_model(family, **(COMMON | shape))
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config).to(dtype).to(device)
     return convert(base, AttentionConfig(window_size=4, feature_dim=8)).eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from rich.progress import Progress
 
 from lolcats.config import DataSection, DataSource
-from lolcats.data import passkey, sources, templates
+from lolcats.data import sources, templates
 from lolcats.data.packed import PackedDataset
 from lolcats.data.retrieval import RetrievalWriter
 from lolcats.data.templates import Document, SkippedRow, Template
@@ -197,14 +198,11 @@ def token_stream(
         max_tokens: stop there.
     """
     form = sources.detect_format(source.source, list(rows.column_names))
-    if form == "retrieval":
+    if form in sources.GENERATED:
         return retrieval_stream(config, source.source, rows["index"], tokenizer, bar), form
     column, name = source.source.text_column or "text", source.source.path
     only = source.source.format != "auto" or source.source.text_column is not None
-    if form == "passkey":
-        template = passkey.template(tokenizer, config.sequence_length - config.begin_token)
-    else:
-        template = templates.records(form, tokenizer, column, only)
+    template = templates.records(form, tokenizer, column, only)
     used = {column, templates.CONTINUES, *(() if form == "text" and only else templates.COLUMNS)}
     rows = rows.select_columns([column for column in rows.column_names if column in used])
     task = bar.add_task(f"tokenising {Path(name).name}", total=len(rows))
@@ -220,11 +218,12 @@ def token_stream(
 def retrieval_stream(
     config: DataSection, source: DataSource, indices: Sequence[int], tokenizer: Any, bar: Progress
 ) -> TokenStream:
-    """Retrieval texts, each of which fills one packed sequence."""
+    """Generated texts, each of which fills one packed sequence."""
     writer = RetrievalWriter(tokenizer, "train", source.haystack)
     length = config.sequence_length - config.begin_token
-    numbered = bar.track(indices, description="writing retrieval texts")
-    samples = [writer.write_any(length, source.seed, index) for index in numbered]
+    write = partial(writer.write, "passkey") if source.path == "passkey" else writer.write_any
+    numbered = bar.track(indices, description=f"writing {source.path} texts")
+    samples = [write(length, source.seed, index) for index in numbered]
     all_labels = (source.loss_on or config.loss_on) == "all"
     return TokenStream(
         np.concatenate([sample.token_ids for sample in samples]),

@@ -1,7 +1,8 @@
 """Synthetic retrieval in natural text: facts, tables and copies in which something is to be found again.
 
-One writer serves training data (path "retrieval"), the choice of exact heads, and `lolcats eval --tasks recall`. Its
-two splits share nothing: "train" and "test" have other templates, other words and other parts of the haystack.
+One writer serves training data (paths "retrieval" and "passkey"), the choice of exact heads, and `lolcats eval --tasks
+recall,passkey`. Its two splits share nothing: "train" and "test" have other templates, other words and other parts of
+the haystack; of passkeys, whose text is the paper's, other numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +31,14 @@ KINDS = ("needle", "needles", "phone_book", "pairs", "copy_100", "copy_400", "co
 fills the text; copy_N: N random tokens of the haystack, once more."""
 HAYSTACK_CHARACTERS = 20_000_000  # of the text around, which are enough for more texts than anyone trains on
 PIECE = 100_000  # characters
+# arXiv:2410.10254, listing "Passkey Retrieval Prompt Template", after arXiv:2305.16300.
+PASSKEY_TASK = (
+    "There is an important piece of info hidden inside a lot of irrelevant text. Find it and memorize it."
+    " I will quiz you about the important information there.\n"
+)
+PASSKEY_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+PASSKEY_FACT = "\nThe pass key is {0}. Remember it. {0} is the pass key.\n"
+PASSKEY_QUESTION = "\nWhat is the pass key? The pass key is"
 COPY_PREFIX = 4  # tokens of a copy that show what is being copied, and are no answers
 LOOK_UPS = 6
 
@@ -101,16 +110,22 @@ class RetrievalWriter:
         self.begin = np.array(begin, dtype=np.int32)
         self.templates = TEMPLATES[split]
         self.words = [word for word in _common_words() if _is_test(word) == (split == "test")]
-        self.text = _haystack_tokens(tokenizer, haystack, split)
+        self.haystack = haystack
+
+    @cached_property
+    def text(self) -> np.ndarray:
+        """Tokens of the haystack."""
+        return _haystack_tokens(self.tokenizer, self.haystack, self.split)
 
     def write(self, kind: str, length: int, seed: int, index: int) -> Sample:
-        """Sample number `index` of a kind (`KINDS`, and for training "needles_N" with N facts).
+        """Sample number `index` of a kind: `KINDS`, "passkey", and for training "needles_N" with N facts.
 
         Raises:
             UserError: `length` tokens are too few for it, or more than the haystack has.
         """
         draw = np.random.default_rng([STREAMS[self.split], seed, length, index, zlib.crc32(kind.encode())])
-        sample = self._write(kind, draw, length - len(self.begin))
+        room = length - len(self.begin)
+        sample = self._passkey(draw, room, index) if kind == "passkey" else self._write(kind, draw, room)
         none = np.full_like(self.begin, -1)
         numbers = (np.insert(part, 0, none) for part in (sample.answer, sample.source))
         return Sample(np.insert(sample.token_ids, 0, self.begin), *numbers)
@@ -155,6 +170,20 @@ class RetrievalWriter:
             parts += [part, facts[place]]
         source = 2 * int(np.flatnonzero(order == 0)[0]) + 1
         return _joined([*parts, text[cuts[-1] :], asked], [answer], [source])
+
+    def _passkey(self, draw: np.random.Generator, length: int, index: int) -> Sample:
+        """A number in the paper's filler, in turn for each tenth of depth."""
+        number, depth = draw.integers(10_000, 100_000), (index % 10 + draw.random()) / 10
+        parts = [self._encode(text.format(number)) for text in (PASSKEY_TASK, PASSKEY_FACT, PASSKEY_QUESTION)]
+        answer = self._encode(f" {number}")
+        room = length - sum(map(len, parts)) - len(answer)
+        before = self._filler(round(depth * room))
+        return _joined([parts[0], before, parts[1], self._filler(room - len(before)), parts[2]], [answer], [2])
+
+    def _filler(self, count: int) -> np.ndarray:
+        """So many tokens, from the first sentence on."""
+        _check_room(count)
+        return _filler_tokens(self.tokenizer, 1 + count // 16)[:count]  # its five sentences are more tokens than 16
 
     def _table(self, draw: np.random.Generator, length: int, kind: str) -> Sample:
         headline, entry, query = getattr(self.templates, kind)
@@ -207,8 +236,7 @@ class RetrievalWriter:
 
     def text_of(self, draw: np.random.Generator, count: int) -> np.ndarray:
         """So many consecutive tokens of the haystack."""
-        if count < 0:
-            raise UserError(f"a retrieval text does not fit: {-count} tokens are missing; raise the length")
+        _check_room(count)
         if count > len(self.text):
             raise UserError(
                 f"the haystack has {len(self.text)} tokens for the {self.split} split, expected {count}; give more text"
@@ -276,6 +304,16 @@ def _haystack_tokens(tokenizer: Any, haystack: str, split: Split) -> np.ndarray:
     tokens = np.concatenate([np.array(ids, dtype=np.int32) for ids in encoded])
     tokens.flags.writeable = False
     return tokens
+
+
+def _check_room(tokens: int) -> None:
+    if tokens < 0:
+        raise UserError(f"a retrieval text does not fit: {-tokens} tokens are missing; raise the length")
+
+
+@lru_cache(maxsize=8)
+def _filler_tokens(tokenizer: Any, repeats: int) -> np.ndarray:
+    return np.array(tokenizer(PASSKEY_FILLER * repeats, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
 
 def _joined(

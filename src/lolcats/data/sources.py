@@ -21,7 +21,6 @@ import pyarrow
 from datasets import data_files
 
 from lolcats.config import DataSource
-from lolcats.data import passkey
 from lolcats.data.cache import cache_directory
 from lolcats.data.templates import CONTINUES, CONVERSATIONS, PAIRS
 from lolcats.errors import UserError
@@ -30,7 +29,8 @@ DEMO = Path(__file__).parent / "demo"
 DEMO_EVALUATION = 200  # rows of the shipped text, its first ones, that are never trained on
 SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".txt": "text"}
 READABLE = ".json, .jsonl, .csv, .tsv, .parquet or .txt (each also with .gz, except .parquet)"
-RETRIEVAL_TEXTS = 2000  # without max_rows: 4 million tokens in texts of 2048
+GENERATED = {"retrieval": 2000, "passkey": 10_000}
+"""Texts without max_rows: 4 million tokens in texts of 2048; as many as the paper trains on."""
 WHOLE_FILE = 2**30  # bytes from which `datasets` takes the types of JSON's columns
 Format = Literal["alpaca", "chat", "prompt", "text", "passkey", "retrieval"]
 
@@ -59,12 +59,10 @@ class OpenSource:
 def open_source(source: DataSource) -> OpenSource:
     """Find a source; its rows are downloaded or unpacked, once for one content."""
     fingerprint = ""
-    if source.path == "retrieval":
-        data = datasets.Dataset.from_dict({"index": list(range(source.max_rows or RETRIEVAL_TEXTS))})
-        fingerprint = f"retrieval:2:{open_source(DataSource(path=source.haystack)).fingerprint}"
-    elif source.path == "passkey":
-        data = datasets.Dataset.from_list(passkey.draw(source.max_rows or passkey.TRAINING_SAMPLES, source.seed))
-        fingerprint = "passkey:1"
+    if source.path in GENERATED:
+        data = datasets.Dataset.from_dict({"index": list(range(source.max_rows or GENERATED[source.path]))})
+        haystack = open_source(DataSource(path=source.haystack)).fingerprint if source.path == "retrieval" else ""
+        fingerprint = f"{source.path}:2:{haystack}"
     else:
         with quiet(), _explained(source):
             data = _load(source)
@@ -120,7 +118,7 @@ def _paragraphs(file: Path) -> Iterator[dict[str, Any]]:
 
 def detect_format(source: DataSource, columns: list[str]) -> Format:
     """The source's format, after checking that its columns are there."""
-    if source.path in ("passkey", "retrieval"):
+    if source.path in GENERATED:
         return source.path  # type: ignore[return-value]  # one of the two
     pairs = [kind for asking, _, answering, kind in PAIRS if {asking, answering} <= set(columns)]
     fits = {

@@ -37,7 +37,7 @@ PAIRS = (
     ("prompt", "", "answer", "prompt"),
 )
 """Columns of a request, of its context and of the answer, and the format that they are read in."""
-COLUMNS = {*CONVERSATIONS, "tools", "system", "passkey", "depth"}.union(*(pair[:3] for pair in PAIRS)) - {""}
+COLUMNS = {*CONVERSATIONS, "tools", "system"}.union(*(pair[:3] for pair in PAIRS)) - {""}
 """Columns that templates read, but for that of plain documents."""
 CONTINUES = "_continues"
 """Column that splitting a text file adds: whether the next row belongs to the same document."""

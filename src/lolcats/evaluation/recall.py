@@ -1,4 +1,4 @@
-"""Recall: whether a model finds again what stands in its context (`lolcats.data.retrieval`, `lolcats.data.passkey`).
+"""Recall: whether a model finds again what stands in its context (`lolcats.data.retrieval`).
 
 An answer counts if each of its tokens is the likeliest after those before it, which is what greedy decoding would
 have written; so one forward pass measures it. Copies count by the token, all other kinds by the answer.
@@ -7,13 +7,11 @@ have written; so one forward pass measures it. Copies count by the token, all ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from lolcats.data.passkey import EVALUATION_STREAM, PasskeyWriter
 from lolcats.data.retrieval import KINDS, RetrievalWriter, Sample
 
 TOKENS_AT_A_TIME = 32768
@@ -35,7 +33,7 @@ def recall_accuracy(
     """Accuracy, one entry for each kind and length in which it fits.
 
     Args:
-        kinds: some of `KINDS`; or "passkey" alone.
+        kinds: some of `KINDS`, or "passkey".
         lengths: tokens of the texts.
         samples: texts of each kind and length.
         haystack: the text around, as a data source (`haystack_text`).
@@ -44,15 +42,13 @@ def recall_accuracy(
         kind, length, accuracy (a share), stderr (over texts), samples, depths: the accuracy for each tenth of the text
         in which answers stand, None where none does.
     """
-    write = passkey_writer(tokenizer)
-    if kinds != PASSKEY["kinds"]:
-        write = RetrievalWriter(tokenizer, "test", haystack, begin_token=True).write
+    write = RetrievalWriter(tokenizer, "test", haystack, begin_token=True).write
     copied = {kind: int(kind.removeprefix("copy_")) for kind in kinds if kind.startswith("copy_")}  # tokens
     plan = [(kind, length) for kind in kinds for length in lengths if 2 * copied.get(kind, 0) <= length]
     results = []
     for kind, length in plan:
         written = [write(kind, length, seed, index) for index in range(samples)]
-        rows = 1 if kind == "passkey" else max(1, TOKENS_AT_A_TIME // length)  # passkey texts differ in length
+        rows = max(1, TOKENS_AT_A_TIME // length)
         answers: list[list[tuple[int, bool]]] = []
         for begin in range(0, samples, rows):
             answers += _answers(model, written[begin : begin + rows])
@@ -71,24 +67,6 @@ def recall_accuracy(
             }
         )
     return results
-
-
-def passkey_writer(tokenizer: Any) -> Callable[[str, int, int, int], Sample]:
-    """Writes passkey texts of at most a length, in turn for each tenth of depth: arXiv:2410.10254, appendix "Matching
-    Linearizing Data to Downstream (Retrieval) Task"."""
-    writer = PasskeyWriter(tokenizer, add_special_tokens=True)
-
-    def write(_: str, length: int, seed: int, index: int) -> Sample:
-        draw = np.random.default_rng([EVALUATION_STREAM, seed, length, index])
-        depth = (index % 10 + float(draw.random())) / 10
-        sample = writer.write(int(draw.integers(10_000, 100_000)), depth, length)
-        ids = np.array(tokenizer(sample.prompt + sample.answer, verbose=False)["input_ids"], np.int32)
-        begin, none = len(tokenizer(sample.prompt, verbose=False)["input_ids"]), np.full_like(ids, -1)
-        places = np.arange(len(ids))
-        source = np.where(places == int(depth * begin), 0, none)
-        return Sample(ids, np.where(places >= begin, 0, none), source)
-
-    return write
 
 
 def _answers(model: Any, batch: list[Sample]) -> list[list[tuple[int, bool]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from lolcats.config import LinearizeConfig, differences, parse_override, set_fields
+from lolcats.config import LinearizeConfig, parse_override, set_fields
 from lolcats.errors import UserError
 
 
@@ -96,17 +96,6 @@ def test_no_stage_trains_on_what_the_result_is_measured_on():
     for own in ({"validation_rows": 50}, {"sources": [{"path": "a", "validation_rows": 50}]}):
         transfer = LinearizeConfig.from_dict({"data": data, "transfer": {"data": own}}).data_of("transfer")
         assert transfer.held_out(transfer.sources[0]) == 200
-
-
-def test_differences_name_the_keys():
-    saved = {"a": {"x": 1, "y": [1, 2]}, "gone": True}
-    current = {"a": {"x": 1, "y": [1, 3]}, "new": None, "seed": 0}
-    assert differences(saved, saved) == []
-    assert differences(saved, current) == [
-        "a.y: [1, 2] before, [1, 3] now",
-        "gone: true before, null now",
-        "seed: null before, 0 now",
-    ]
 
 
 @pytest.mark.parametrize(

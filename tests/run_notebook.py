@@ -1,7 +1,5 @@
 """Runs examples/lolcats.ipynb on a tiny model: `make notebook`. The executed copy is build/lolcats.ipynb."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Imports follow the data flow: a module imports only from layers before its own, and there are no cycles."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter

@@ -1,7 +1,5 @@
 """AttentionConfig: what it refuses; every setting reaches saved models and their layers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The size of this repository stays within `budget.toml` (CONTRIBUTING.md says how it may rise)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

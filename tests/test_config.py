@@ -1,7 +1,5 @@
 """What the configuration accepts beyond its types."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """constraints.txt is made again (`make constraints`) when pyproject.toml asks for something else."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import requires
 from pathlib import Path

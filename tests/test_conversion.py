@@ -1,7 +1,5 @@
 """Loading base models and converting them: what is recorded, what is kept, what is refused and why."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

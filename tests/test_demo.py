@@ -1,7 +1,5 @@
 """Where the demo takes its model from."""
 
-from __future__ import annotations
-
 import subprocess
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exported folders: the files of save_pretrained, swapped in whole."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Models in the published format: the imported folder computes the paper's equation with their tensors."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """README and docs: files that they name exist, no result is without a page, links between pages resolve."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`lolcats plan`: against measured runs, against real models, and against the commands that it prints."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What `lolcats push` sends, and what it refuses to."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

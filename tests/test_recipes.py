@@ -1,7 +1,5 @@
 """Every recipe parses completely; bases, names and mistakes."""
 
-from __future__ import annotations
-
 import pytest
 
 from lolcats.config import LinearizeConfig

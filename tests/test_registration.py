@@ -1,7 +1,5 @@
 """`import lolcats` registers the model type, in whatever order things are imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

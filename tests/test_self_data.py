@@ -1,7 +1,5 @@
 """Training data that the model writes itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

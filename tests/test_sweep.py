@@ -1,7 +1,5 @@
 """`lolcats sweep`: how files expand, real runs of a tiny model, and what happens to rows that fail."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

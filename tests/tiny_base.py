@@ -1,7 +1,5 @@
 """A base model for scripts that have no test fixtures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers

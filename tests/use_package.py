@@ -1,7 +1,5 @@
 """Uses an installed lolcats in an empty folder, as somebody without the repository would. Run by `make wheel`."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

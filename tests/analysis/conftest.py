@@ -1,7 +1,5 @@
 """Tiny finished runs to look into."""
 
-from __future__ import annotations
-
 import pytest
 from rich.console import Console
 

@@ -1,7 +1,5 @@
 """What analyse() finds: in tiny finished runs, and on several families against numbers computed otherwise."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """What `lolcats report` writes into the model card."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

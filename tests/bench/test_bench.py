@@ -1,7 +1,5 @@
 """`lolcats bench` and the scripts of benchmarks/ on the tiny shape, on a CPU."""
 
-from __future__ import annotations
-
 import json
 
 import attention_calls

@@ -1,7 +1,5 @@
 """benchmarks/results.py: docs/results.md is what its runs say."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

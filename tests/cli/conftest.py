@@ -1,7 +1,5 @@
 """The command line run in this process, with everything heavy replaced."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`lolcats blocks`: the jobs, from the command line."""
 
-from __future__ import annotations
-
 import json
 
 

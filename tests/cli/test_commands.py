@@ -1,7 +1,5 @@
 """Start, recipes, warnings and report."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Every `lolcats` command that README and the documentation show is one that the program takes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

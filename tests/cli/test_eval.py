@@ -1,7 +1,5 @@
 """`lolcats eval`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

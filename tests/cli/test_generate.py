@@ -1,7 +1,5 @@
 """`lolcats generate` and `lolcats chat` with a linearized model: files, resuming, conversations."""
 
-from __future__ import annotations
-
 import json
 import signal
 

@@ -1,7 +1,5 @@
 """`lolcats linearize` up to the pipeline."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

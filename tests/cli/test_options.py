@@ -1,7 +1,5 @@
 """From options to configuration."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

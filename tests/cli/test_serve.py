@@ -1,7 +1,5 @@
 """`lolcats serve`: options, and what is checked before a model is loaded."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A tokenizer with one token per byte, so that expected tokens can be read off the text."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

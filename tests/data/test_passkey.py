@@ -1,7 +1,5 @@
 """Passkey texts, and the data source that generates them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Retrieval texts: their length, what they ask for, and that the two splits share nothing."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """A tiny model that reads any text, its linearized copy, and records of the paper's six tasks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

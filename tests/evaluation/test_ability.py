@@ -1,7 +1,5 @@
 """Tasks whose answers are generated: programs, sums, many-shot labels, and what stands before their questions."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Whether packed sequences begin with the begin token: asked for, as a folder was trained, or as a tokenizer does."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

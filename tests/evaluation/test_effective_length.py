@@ -1,7 +1,5 @@
 """Effective sequence length against the paper's formula written out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The paper's six tasks on small records: the same results as plain lm-eval."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Loading any model, and perplexity of packed sequences and of a text by position."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

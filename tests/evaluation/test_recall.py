@@ -1,7 +1,5 @@
 """Recall and RULER: what counts as found, and texts that any tokenizer and any haystack give."""
 
-from __future__ import annotations
-
 import json
 import random
 from types import SimpleNamespace

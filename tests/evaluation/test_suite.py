@@ -1,7 +1,5 @@
 """Several models on several evaluations, and the tables made of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """Engines on a tiny linearized model (generation_kit.py)."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny linearized model with a tokenizer of bytes, and what transformers generates with it."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

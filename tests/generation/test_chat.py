@@ -1,7 +1,5 @@
 """Conversations: the answers of the whole text, while each turn feeds only itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

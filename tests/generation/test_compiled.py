@@ -3,8 +3,6 @@
 The compiler is PyTorch's, whose graphs run as they are but in the slow test: Inductor needs a minute on a CPU.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The engine: tokens of generate(), whatever runs beside a request; ends, errors, fairness, threads."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine on a GPU: decoding from CUDA graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

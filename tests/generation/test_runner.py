@@ -1,7 +1,5 @@
 """Slots and the runner: rows that do not take part stay as they are; numbers rounded up for CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 from itertools import pairwise

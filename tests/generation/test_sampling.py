@@ -1,7 +1,5 @@
 """Sampling: transformers' logits processors are the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -1,7 +1,5 @@
 """Snapshots: a continuation from one equals the unbroken run; wrong ones are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

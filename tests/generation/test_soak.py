@@ -3,8 +3,6 @@
 LOLCATS_SOAK_REQUESTS=10000 runs the whole soak.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

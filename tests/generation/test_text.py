@@ -1,7 +1,5 @@
 """Text from tokens, piece by piece."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The models of family_models.py as fixtures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny random model of every supported family, and ways to run it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Softmax attention written out over positions: what every path must equal."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What libraries around transformers expect of a model: Auto classes, base_model, positions, refusals with a remedy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -1,7 +1,5 @@
 """Masks, packed documents and observers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

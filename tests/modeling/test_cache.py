@@ -1,7 +1,5 @@
 """The cache layer: what transformers calls on it, mixed caches, and states that must not be shared."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache

@@ -1,7 +1,5 @@
 """Exact heads that keep keys and values in 8 bits: the same outputs however a text is read, and the bytes promised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

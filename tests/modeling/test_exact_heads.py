@@ -1,7 +1,5 @@
 """Exact and linear heads in one layer: each head by itself defines what the layer computes, and every path agrees."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Models whose exact heads have a window, against the definition written out over positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from softmax_written_out import written_out

@@ -1,7 +1,5 @@
 """Every supported family: the converted model equals the original, itself in pieces, and itself reloaded."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

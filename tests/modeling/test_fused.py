@@ -1,7 +1,5 @@
 """Kernels inside one model: nothing else changes, and afterwards nothing has."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

@@ -1,7 +1,5 @@
 """generate(): every decoding strategy gives what it gives without a cache."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,8 +3,6 @@
 In float64, where no sum in another order makes another 8-bit number.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -43,10 +41,10 @@ def model(request, kit):
 class Sequence:
     """One row: its tokens and the logits of each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tokens, self.logits = [], []
 
-    def copy(self) -> Sequence:
+    def copy(self):
         other = Sequence()
         other.tokens, other.logits = list(self.tokens), list(self.logits)
         return other

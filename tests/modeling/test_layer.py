@@ -1,7 +1,5 @@
 """The parameters of one layer: initial values, shapes, types, and that forward is the operator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The composition model as a transformers model: precision, embeddings, modes, settings, training, PEFT, Trainer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Exported folders load on machines without this package, by the code that they carry."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Softmax attention against its definition: windows, sinks, padding, documents, scores, queries after a past."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from softmax_written_out import written_out

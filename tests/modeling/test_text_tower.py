@@ -1,7 +1,5 @@
 """Multimodal checkpoints: their language model alone, and back in its place."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

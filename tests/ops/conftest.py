@@ -4,8 +4,6 @@ On a machine without a GPU the kernels run through Triton's interpreter, which i
 small, and those marked `gpu` are skipped.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

@@ -1,7 +1,5 @@
 """Arguments that do not fit are refused with what was expected."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The kernel against PyTorch: on the GPU if there is one, else through Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy

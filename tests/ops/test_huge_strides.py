@@ -1,7 +1,5 @@
 """Rows of more than 2^31 elements: heads that lie 2^30 elements apart, in memory of which only a little is used."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kit import DEVICE, borders, make_case, tokens_before

@@ -1,7 +1,5 @@
 """The kernels beside compiled code, which calls they take, and what layers share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The losses of attention transfer and the weights they are about: those of their definitions."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

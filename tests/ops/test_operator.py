@@ -4,8 +4,6 @@ One matrix of outputs, states and gradients, one of decoding. Rows of the kernel
 the products of settings, sizes and types on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 from itertools import product

@@ -1,7 +1,5 @@
 """Paged states: random schedules of several sequences give what each gets alone, with a kernel's steps and without."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """The kernels of one token of softmax attention, against plain softmax attention over the visible keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kit import DEVICE, TOLERANCE, needs_gpu

@@ -1,7 +1,5 @@
 """Storing tokens in one launch against packing and indexing them; on the GPU if there is one, else interpreted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A four-layer model, settings of runs that take seconds, and such runs in this process and in several."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Starts the processes of a run on this machine, as torchrun would; collects and compares what they make."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """How work and weights are shared, and which rank reports what; no process is started."""
 
-from __future__ import annotations
-
 import pytest
 
 from lolcats.config import LinearizeConfig, TransferSection, merge

@@ -1,7 +1,5 @@
 """The launch scripts: two "machines" on this one meet, one is lost, and the same command resumes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

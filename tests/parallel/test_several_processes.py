@@ -1,7 +1,5 @@
 """Two processes do together what one does alone; their faults are reported, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

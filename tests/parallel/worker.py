@@ -1,7 +1,5 @@
 """What the processes of a test do; started by ranks.py: worker.py ARGUMENTS.json RESULT.json"""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

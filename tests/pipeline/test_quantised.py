@@ -1,7 +1,5 @@
 """Base models whose checkpoints are quantised, in kinds made by hand or by the packages that are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from types import SimpleNamespace

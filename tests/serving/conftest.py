@@ -1,7 +1,5 @@
 """Real servers on free local ports, over a tiny random model."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

@@ -1,7 +1,5 @@
 """Answers to OpenAI's own client are those of the model's generate(), however they are asked for."""
 
-from __future__ import annotations
-
 from lolcats.generation.engine import Engine
 from lolcats.generation.sampling import SamplingParams
 

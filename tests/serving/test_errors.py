@@ -1,7 +1,5 @@
 """Bad requests: the right status, and a body in OpenAI's form that says what is wrong."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

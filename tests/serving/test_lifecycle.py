@@ -1,7 +1,5 @@
 """Full queues, clients that leave, the end of a server, and what /metrics says of all that."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Checkpoints: exact, complete or not there at all, and a damaged one is found and explained."""
 
-from __future__ import annotations
-
 import errno
 import os
 

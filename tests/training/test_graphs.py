@@ -1,7 +1,5 @@
 """Micro-steps through fixed tensors: what a CUDA graph does, played on the CPU; the real thing on a GPU."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

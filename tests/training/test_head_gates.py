@@ -1,7 +1,5 @@
 """Gates between softmax and hybrid attention, and the heads that they choose."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

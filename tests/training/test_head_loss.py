@@ -1,7 +1,5 @@
 """Losses over the vocabulary in parts against the plain formula, in float64 where the code allows it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders, kill_at, run

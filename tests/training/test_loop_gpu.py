@@ -1,7 +1,5 @@
 """What only a CUDA device can show."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from toy_stage import Killed, ToyStage, equal_weights, kill_at, run

@@ -1,7 +1,5 @@
 """What is NaN or infinite ends a run with its name, and nothing trained with it is kept."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

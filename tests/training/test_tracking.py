@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from accelerate.tracking import GeneralTracker
 from toy_stage import Killed, ToyStage, kill_at, run

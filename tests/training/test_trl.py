@@ -1,7 +1,5 @@
 """Two steps of TRL's trainers on a linearized model; skipped where TRL is not installed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A stage small enough to train in milliseconds: independent linear regressions with dropout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM engines over tiny random linearized folders; vllm_kit.py has what they share."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable, Iterator

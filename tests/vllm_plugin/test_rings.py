@@ -1,7 +1,5 @@
 """Rings of exact heads in pages: random schedules of several sequences give what each gives alone. Needs no vLLM."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM with the plugin gives the tokens and log-probabilities that transformers gives, however it schedules."""
 
-from __future__ import annotations
-
 import pytest
 from vllm_kit import PROMPTS, TOLERANCE, assert_same, rms_error, transformers_answers
 

@@ -1,7 +1,5 @@
 """Exact heads with a window, in 8 bits or not, give transformers' answers however vLLM schedules."""
 
-from __future__ import annotations
-
 import torch
 from test_vllm_answers import BOUNDED, HEADS, WINDOW
 from transformers import AutoConfig

@@ -1,7 +1,5 @@
 """Families whose attention the plugin exchanges, as tiny models with all that is special about them."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What vLLM does on a GPU alone: full CUDA graphs over pages that the kernel for single tokens writes, and bfloat16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_vllm_answers import BOUNDED, EXACT_HEADS

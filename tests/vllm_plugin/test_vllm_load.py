@@ -3,8 +3,6 @@
 LOLCATS_LOAD_REQUESTS=2000 makes it longer. On a GPU single tokens come from full CUDA graphs.
 """
 
-from __future__ import annotations
-
 import os
 import random
 

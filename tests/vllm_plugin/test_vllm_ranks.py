@@ -1,7 +1,5 @@
 """Heads divided among ranks."""
 
-from __future__ import annotations
-
 import pytest
 from test_vllm_answers import HEADS
 from vllm_kit import PROMPTS, assert_same, transformers_answers

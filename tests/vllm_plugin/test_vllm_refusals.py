@@ -1,7 +1,5 @@
 """What the plugin cannot do is refused by name, and its registration can be repeated."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

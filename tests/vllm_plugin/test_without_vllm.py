@@ -1,7 +1,5 @@
 """What the plugin relies on that needs no vLLM."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Tiny linearized folders, vLLM engines on them, and what transformers answers."""
 
-from __future__ import annotations
-
 import gc
 import math
 from dataclasses import dataclass

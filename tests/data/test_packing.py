@@ -85,37 +85,28 @@ def test_epochs_and_seeds_differ_and_the_order_is_fixed_for_good() -> None:
 RECORDED = [6, 1, 0, 5, 3, 8, 7, 9, 2, 4]
 
 
+MIXTURE = [0.5, 0.25, 0.25], [100, 7, 3]
+
+
 @pytest.mark.parametrize(
-    ("available", "weights", "limit", "expected"),
+    ("weights", "available", "limit", "repeats", "expected"),
     [
-        ([7], [3.0], None, [7]),
-        ([7], [3.0], 5, [5]),
-        ([7, 100], [1.0, 1.0], None, [7, 100]),
-        ([100, 300], [2.0, 2.0], 40, [10, 30]),
-        ([100, 100], [3.0, 1.0], None, [100, 33]),
-        ([10, 1000], [0.1, 0.9], None, [10, 90]),  # binary 0.1 would give [9, 90]
-        ([30, 100, 100], [0.3, 0.3, 0.4], None, [30, 30, 40]),
-        ([100, 100], [3.0, 1.0], 8, [6, 2]),
-        ([100, 100], [3.0, 1.0], 9, [7, 2]),
-        ([0, 5], [2.0, 1.0], None, [0, 0]),
-        ([0, 0], [1.0, 1.0], None, [0, 0]),
+        ([3.0], [7], None, (), [7]),
+        ([3.0], [7], 5, (), [5]),
+        ([1.0, 1.0], [7, 100], None, (), [7, 100]),
+        ([2.0, 2.0], [100, 300], 40, (), [10, 30]),
+        ([3.0, 1.0], [100, 100], None, (), [100, 33]),
+        ([0.1, 0.9], [10, 1000], None, (), [10, 90]),  # binary 0.1 would give [9, 90]
+        ([0.3, 0.3, 0.4], [30, 100, 100], None, (), [30, 30, 40]),
+        ([3.0, 1.0], [100, 100], 9, (), [7, 2]),
+        ([2.0, 1.0], [0, 5], None, (), [0, 0]),
+        (*MIXTURE, None, (1, 2), [100, 50, 50]),
+        (*MIXTURE, 20, (1, 2), [10, 5, 5]),
+        (*MIXTURE, None, (0, 2), [14, 7, 7]),
+        (*MIXTURE, None, (0, 1, 2), [6, 3, 3]),
     ],
 )
-def test_counts(available, weights, limit, expected) -> None:
-    sources = [DataSource(path="x", weight=weight) for weight in weights]
+def test_counts(weights, available, limit, repeats, expected) -> None:
+    """Sources that repeat do not limit a mixture."""
+    sources = [DataSource(path="x", weight=weight, repeat=n in repeats) for n, weight in enumerate(weights)]
     assert mixture_counts(available, sources, limit) == expected
-
-
-@pytest.mark.parametrize(
-    ("repeats", "limit", "expected"),
-    [
-        ([False, True, True], None, [100, 50, 50]),
-        ([False, True, True], 20, [10, 5, 5]),
-        ([True, False, True], None, [14, 7, 7]),
-        ([True, True, True], None, [6, 3, 3]),
-    ],
-)
-def test_repeated_sources_do_not_limit_a_mixture(repeats, limit, expected) -> None:
-    weights = [0.5, 0.25, 0.25]
-    sources = [DataSource(path="x", weight=w, repeat=repeat) for w, repeat in zip(weights, repeats, strict=True)]
-    assert mixture_counts([100, 7, 3], sources, limit) == expected

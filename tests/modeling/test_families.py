@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -13,9 +12,7 @@ from lolcats.config import AdjustSection, TransferSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset
-from lolcats.generation.runner import Runner
 from lolcats.modeling.call import SOFTMAX
-from lolcats.modeling.compiled import CompiledLayers
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.finetune import AdjustStage
 
@@ -160,28 +157,3 @@ def test_both_stages_learn_in_the_linear_layers_alone(original, kit):
         assert all("linear_attention" in name or "lora" in name for name in changed)
         for layer in model.config.linear_layers:
             assert any(name.startswith(f"model.{layer.module}.") for name in changed)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_compiled_layers_decode_as_plain_ones(small_window, family, monkeypatch):
-    """In the engine's slots, with PyTorch's compiler, whose graphs run as they are."""
-    plain, compiled = (Runner(small_window, 3, 16, use_graphs=False) for _ in range(2))
-    compiled.compiled = CompiledLayers(small_window, not compiled.cache.has_recurrent)
-    torch.compiler.reset()
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call, options, **given: compile_(call, backend="eager", **given))
-    for runner in (plain, compiled):
-        runner.prefill([0, 1, 2], [[1, 2, 3], [4], [5, 6, 7, 8, 9]])
-    for rows in (3, 1):
-        expected = plain.decode([*range(rows)])
-        try:
-            found = compiled.decode([*range(rows)])
-        except torch._dynamo.exc.UserError as error:
-            if "expert" not in str(error):
-                raise
-            break  # a loop over those that tokens chose, where there is no grouped product
-        torch.testing.assert_close(found, expected, **TOLERANCE)
-    torch.compiler.reset()
-    keeps_more = compiled.cache.has_recurrent or family == "gemma4-shared-keys"
-    assert bool(compiled.compiled.compiled) != keeps_more

@@ -29,25 +29,8 @@ def random_qkv(tokens: int = 20, dtype: torch.dtype = torch.float32):
     return q, k, v
 
 
-def shapes(layer: HybridAttention) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
-
-
-@pytest.mark.parametrize(("share_state", "state_heads"), [("kv_head", 2), ("query_head", 6)])
-def test_shapes(share_state: str, state_heads: int) -> None:
-    expected = {"window_factor": (6,), "q_weight": (6, 8, 4), "k_weight": (state_heads, 8, 4)}
-    assert shapes(make_layer(share_state=share_state)) == expected
-    t2r = AttentionConfig("terraced", 4, feature_map="t2r")
-    expected = {"window_factor": (6,), "q_weight": (6, 8, 8), "k_weight": (state_heads, 8, 8)}
-    expected |= {"q_bias": (6, 8), "k_bias": (state_heads, 8)}
-    assert shapes(make_layer(t2r, share_state=share_state)) == expected
-    narrow = make_layer(AttentionConfig("sliding", 4), feature_dim=3, share_state=share_state)
-    assert (narrow.q_weight.shape, narrow.k_weight.shape) == ((6, 8, 3), (state_heads, 8, 3))
-
-
 def test_without_a_linear_part_only_the_window_factor_is_learned() -> None:
     layer = make_layer(AttentionConfig("terraced", 4, feature_map=None))
-    assert shapes(layer) == {"window_factor": (6,)}
     assert list(layer.state_dict()) == ["window_factor"]
     y, _ = layer(*random_qkv())
     assert y.shape == (2, 6, 20, 8)

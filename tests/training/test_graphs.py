@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lolcats.training.graphs import WARM_UP, Graphs, _Graph, graphs_wanted
+from lolcats.training.graphs import Graphs, _Graph, graphs_wanted
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ON_GPU = pytest.param("cuda", marks=GPU)
@@ -84,28 +84,6 @@ def test_replaying_equals_calling(device, sizes):
     assert not graphs._captured
     graphed({"x": torch.ones(5, 4, device=device)}, scale=1.0)
     assert weight.grad is not None
-
-
-@DEVICES
-def test_two_functions(device):
-    """An evaluation: between micro-steps, with the parameters' present values and no gradients."""
-    step, weight, _, graphs = make(device)
-
-    def evaluate(inputs):
-        with torch.no_grad():
-            return {"loss": (inputs["x"] @ weight).square().mean()}
-
-    inputs = {"x": torch.arange(20.0, device=device).view(5, 4)}
-    found = []
-    for _ in range(WARM_UP + 3):
-        found.append((graphs(evaluate, inputs)["loss"], evaluate(inputs)["loss"], step(inputs, scale=1.0)["loss"]))
-        with torch.no_grad():
-            weight.sub_(1e-3 * weight.grad)
-        weight.grad = None
-    for evaluated, expected, trained_on in found:
-        assert evaluated == expected
-        torch.testing.assert_close(trained_on, expected)
-    assert len(graphs._captured) == 2
 
 
 @pytest.mark.parametrize("device", [ON_GPU])

@@ -11,6 +11,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # else each model that is only named is looked for
 
+
+def pytest_runtest_setup(item):
+    """Through Triton's interpreter the cases of a GPU would be slow: others of their kind run there."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 WORDS = [f"w{index}" for index in range(60)]
 
 

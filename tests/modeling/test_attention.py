@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from family_models import TOLERANCE
 
 from lolcats.modeling import attention
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 LENGTHS = [7, 1, 12]
 SOME = ["llama3", "phi1.5", "gemma2", "gpt-neox", "cohere", "afmoe", "gpt-oss"]
 some_families = pytest.mark.parametrize("family", SOME, scope="module")

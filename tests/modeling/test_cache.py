@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from family_models import TOLERANCE
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from lolcats.modeling.call import SOFTMAX, AttentionCall
-
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from family_models import TOLERANCE
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 EXACT = ["0.1", "1.0"]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from family_models import TOLERANCE
 from softmax_written_out import written_out
 
 from lolcats.errors import UserError
@@ -10,7 +11,6 @@ from lolcats.modeling import softmax
 from lolcats.modeling.cache_size import cache_bytes, cache_sizes, window_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 WINDOW, SINKS = 5, 2
 EXACT = ["0.1", "1"]  # a layer of both kinds, and one of exact heads alone
 

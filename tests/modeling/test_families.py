@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from family_models import TOLERANCE
 from transformers import AutoModelForCausalLM
 
 from lolcats.config import AdjustSection, TransferSection
@@ -15,9 +16,6 @@ from lolcats.data import PackedDataset
 from lolcats.modeling.call import SOFTMAX
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.finetune import AdjustStage
-
-# float32, two layers; the same sums in another order
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 
 
 def position_ids(mask: torch.Tensor) -> torch.Tensor:

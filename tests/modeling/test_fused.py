@@ -133,7 +133,6 @@ def test_lora_in_the_models_type_is_lora(dtype):
 
 @needs_liger
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_stay_the_same_on_a_gpu(family, dtype):

@@ -26,12 +26,10 @@ MODELS = {
     "llama3-cuda": ("llama3", {"window": "terraced", "window_size": 4}),
     "llama3-hybrid-cuda": ("llama3", {"window": "terraced", "window_size": 4, "exact": [0]}),
 }
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+PARAMETERS = [pytest.param(name, marks=pytest.mark.gpu) if name.endswith("cuda") else name for name in MODELS]
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=GPU if name.endswith("cuda") else []) for name in MODELS]
-)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def model(request, kit):
     family, options = MODELS[request.param]
     on_gpu = request.param.endswith("cuda")

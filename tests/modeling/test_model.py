@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from family_models import TOLERANCE
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -13,8 +14,6 @@ from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
-
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
 
 def test_half_precision_leaves_the_linear_parameters_alone(make_linear):

@@ -61,7 +61,6 @@ def test_a_window_without_masks(window, sinks, past, without_masks):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("window", "sinks"), [(None, None), (256, 4)])
 @pytest.mark.parametrize("past", [0, 700, 1499])
 @pytest.mark.parametrize("head_dim", [64, 128])

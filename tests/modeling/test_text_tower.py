@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from family_models import MULTIMODAL
+from family_models import MULTIMODAL, TOLERANCE
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -18,8 +18,6 @@ from lolcats.errors import UserError
 from lolcats.modeling import loading
 from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.modeling.put_back import put_back
-
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, two layers; the same sums in another order
 
 
 @pytest.fixture

@@ -39,11 +39,6 @@ CONFIGS = (
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def needs_gpu(test: Callable) -> Callable:
-    """Decorator of a test that the interpreter, which is slow, leaves to a GPU: it runs another of the kind."""
-    return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="slow through the interpreter")(test))
-
-
 def config_of(text: str) -> AttentionConfig:
     """Of a window, its size and more, as in `terraced 48 blocks=3 sinks=2 map=t2r cap=9`."""
     window, size, *words = text.split()

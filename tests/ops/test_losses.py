@@ -7,7 +7,6 @@ import torch
 from kit import (
     CONFIGS,
     DEVICE,
-    GPU,
     Case,
     Row,
     alone,
@@ -138,7 +137,7 @@ ERRORS += [
     for mark, row in (
         (pytest.mark.slow, Row("sliding 20 sinks=3", FIVE, None, {"sink_logits": True}, 2.0)),
         *(
-            (pytest.mark.skipif(not GPU, reason="slow if interpreted"), Row(config, 1000, None, TRAINED))
+            (pytest.mark.gpu, Row(config, 1000, None, TRAINED))
             for config in ("terraced 64", "terraced 128 sinks=1 cap=150", "sliding 20 sinks=3")
         ),
     )

@@ -27,7 +27,6 @@ from kit import (
     exact,
     late,
     make_case,
-    needs_gpu,
     needs_triton,
     packed,
     random_pieces,
@@ -137,10 +136,7 @@ ON_GPU += [
 MATRIX = [("chunked", row) for row in CHUNKED]
 MATRIX += [pytest.param("triton", row, marks=needs_triton) for row in TRITON]
 MATRIX += [pytest.param("triton", row, marks=[needs_triton, pytest.mark.slow]) for row in SLOW]
-MATRIX += [
-    pytest.param("triton", row, marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="slow if interpreted")])
-    for row in ON_GPU
-]
+MATRIX += [pytest.param("triton", row, marks=pytest.mark.gpu) for row in ON_GPU]
 
 
 @pytest.mark.parametrize(("backend", "row"), MATRIX, ids=str)
@@ -311,7 +307,7 @@ def test_decoding(row):
     check_steps(row)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("row", STEPS_ON_GPU, ids=str)
 def test_decoding_of_every_size_and_type(row):
     check_steps(row)
@@ -420,7 +416,7 @@ def test_errors_do_not_grow(step, config, tokens):
         assert (found - right).norm() < 2e-5 * right.norm()
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("config", [STEPS[0], STEPS[6]])
 def test_cuda_graphs(config):
     """A captured step, replayed, is the step."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit import DEVICE, TOLERANCE, needs_gpu
+from kit import DEVICE, TOLERANCE
 from torch import Tensor
 
 from lolcats.modeling.softmax import softmax_attention
@@ -87,7 +87,7 @@ def test_each_row_sees_its_keys(settings):
     Slots(**settings).check()
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "heads", "kv_heads"),
     [
@@ -116,7 +116,7 @@ def test_many_splits_of_short_rows(monkeypatch):
     Slots((3, 100), heads=2, kv_heads=1).check()
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_one_graph_serves_all_lengths():
     slots = Slots((700, 3), 1000, dtype=torch.bfloat16, head_dim=64)
     for x in (slots.k_BGKD, slots.v_BGKD):

@@ -68,7 +68,6 @@ def test_what_does_not_fit_is_refused(configure, half_exact, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_equal_on_a_gpu_with_fused_kernels(configure, weights, tmp_path):
     """Both use the kernels of `lolcats.modeling.fused`, where liger-kernel is installed."""
     changes = {"model": {"device": "cuda"}, "transfer": {"block_layers": 2}}

@@ -176,7 +176,6 @@ def test_padded_labels_change_nothing(adjust_stage, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"distill_factor": 0.5}, {"gradient_checkpointing": True}])
 def test_graphs_equal_plain_micro_steps(adjust_stage, gradients, options):
     said = []

@@ -117,7 +117,6 @@ def test_nothing_runs_after_the_last_linearized_layer(transfer_stage):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_equal_plain_micro_steps_and_evaluations(transfer_stage, gradients):
     """Also after parameters have changed, those that layers keep something of included."""
     said = []

@@ -8,8 +8,7 @@ from torch import nn
 
 from lolcats.training.graphs import Graphs, _Graph, graphs_wanted
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-ON_GPU = pytest.param("cuda", marks=GPU)
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = pytest.mark.parametrize("device", ["cpu", ON_GPU])
 
 

@@ -8,10 +8,7 @@ from lolcats.errors import UserError
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 from lolcats.training.stage import weights_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_updates_do_not_wait_for_the_gpu(tmp_path):

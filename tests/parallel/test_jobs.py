@@ -2,7 +2,9 @@
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from lolcats.cli.app import app
 from lolcats.config import merge
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise import jobs
@@ -13,21 +15,27 @@ MOVED = {"data": {"position_offset": "auto", "position_jumps": 1}, "transfer": {
 ADJUST = {"enabled": True, "max_steps": 2, "batch_size": 2, "micro_batch_size": 2}
 
 
+def blocks(*words):
+    return CliRunner().invoke(app, ["blocks", *map(str, words)])
+
+
 @pytest.fixture(scope="module")
 def prepared(configure, tmp_path_factory):
     """A job folder of two blocks; its sequences are moved."""
-    folder = tmp_path_factory.mktemp("jobs") / "jobs"
-    jobs.prepare(configure(**MOVED), folder, QUIET)
-    return folder
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "recipe.yaml").write_text(configure(**MOVED).to_yaml())
+    done = blocks("prepare", "--recipe", folder / "recipe.yaml", "-o", folder / "jobs")
+    assert done.exit_code == 0, done.output
+    return folder / "jobs"
 
 
 def test_blocks_trained_in_any_order_equal_joint_training(configure, different_layers, prepared, tmp_path):
-    with pytest.raises(UserError, match=r"2 of 2 blocks .* block 0 \(layers 0-1\)"):
-        linearize(jobs.job_config(prepared), tmp_path / "out", console=QUIET)
-    for block in (1, 0):
-        jobs.train_one(prepared, block, QUIET)
-    jobs.train_one(prepared, 1, QUIET)  # finished: nothing to do
-    linearize(jobs.job_config(prepared), tmp_path / "out", resume=True, console=QUIET)
+    assemble = "assemble", prepared, "-o", tmp_path / "out"
+    unfinished = blocks(*assemble)
+    assert (unfinished.exit_code, "2 of 2 blocks" in unfinished.output) == (1, True)
+    for block in (1, 0, 1):  # finished: nothing to do
+        assert blocks("train", prepared, "--block", block).exit_code == 0
+    assert blocks(*assemble).exit_code == 0
     linearize(configure(**MOVED), tmp_path / "joint", console=QUIET)
     assert not different_layers(tmp_path / "out", tmp_path / "joint")
 

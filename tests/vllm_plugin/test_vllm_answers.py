@@ -164,10 +164,3 @@ def test_kinds_of_states(folder, serve, attention) -> None:
     assert_same(served.answers(PROMPTS), expected)
     assert_same(served.answers(PROMPTS), expected)
     assert served.metric("prefix_cache_hits") > 0
-
-
-def test_on_request(folder, serve) -> None:
-    """Any linearized model can have a cap, as it needs no training."""
-    attention = {"linear_length_cap": 40}
-    served = serve(folder(), hf_overrides={"attention": attention}).answers(PROMPTS)
-    assert_same(served, transformers_answers(folder(attention=attention)))

@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection
-from lolcats.config.attention import AttentionConfig, LayerHeads
+from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
 from lolcats.modeling.loading import Source, locate
 from lolcats.modeling.model import LolcatsForCausalLM, is_linearized
-from lolcats.modeling.probing import LayerRecord, probe
+from lolcats.modeling.probing import AttentionLayer, probe
 
 AUTO_OFFSET = 7  # sequences' worth of positions
 CHUNKED = "chunked_attention"  # transformers' name for layers whose queries see the keys of their own chunk
@@ -50,9 +50,9 @@ def keep_softmax(base_model: PreTrainedModel) -> LolcatsForCausalLM:
         UserError: as `convert`, for models whose attention cannot be reached.
     """
     _check_model(base_model)
-    records = _attention_layers(base_model)
-    attention = AttentionConfig(exact=tuple(sorted(record.index for record in records)))
-    return _wrap(base_model, _config_of(base_model, attention, records, *_exact_heads(records, attention, base_model)))
+    layers = _attention_layers(base_model)
+    attention = AttentionConfig(exact=tuple(layer.heads.index for layer in layers))
+    return _wrap(base_model, _config_of(base_model, attention, layers, *_exact_heads(layers, attention, base_model)))
 
 
 def _wrap(base_model: PreTrainedModel, config: LolcatsConfig) -> LolcatsForCausalLM:
@@ -99,39 +99,34 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -
         UserError: as `convert`.
     """
     _check_model(base_model)
-    records = _attention_layers(base_model)
-    exact, sliding = _exact_heads(records, attention, base_model)
-    linear = [record for record in records if len(exact[record.index]) < record.num_kv_heads]
-    if not linear:
+    layers = _attention_layers(base_model)
+    exact, sliding = _exact_heads(layers, attention, base_model)
+    config = _config_of(base_model, attention, layers, exact, sliding)
+    if not config.linear_layers:
         raise UserError(
             f"no head of {_name(base_model)} is left to linearize: all keep softmax attention"
             f" (exact={','.join(map(str, attention.exact))}, sliding_layers={attention.sliding_layers})"
         )
-    _check_dimensions(linear, attention)
-    return _config_of(base_model, attention, records, exact, sliding)
+    for heads in config.linear_layers if attention.feature_map is not None else ():
+        if attention.feature_dim is not None and attention.feature_dim > heads.head_dim:
+            raise UserError(
+                f"feature_dim={attention.feature_dim} is larger than head_dim={heads.head_dim} of layer {heads.index}:"
+                " feature maps start as a truncated identity; choose a smaller feature_dim"
+            )
+    return config
 
 
 def _config_of(
     base_model: PreTrainedModel,
     attention: AttentionConfig,
-    records: list[LayerRecord],
+    layers: list[AttentionLayer],
     exact: dict[int, tuple[int, ...]],
     sliding: Literal["keep", "linearize"],
 ) -> LolcatsConfig:
     config = LolcatsConfig(
         text_config=copy.deepcopy(base_model.config),  # the new configuration changes its attention
         attention=replace(attention, sliding_layers=sliding),
-        layer_heads=[
-            LayerHeads(
-                index=record.index,
-                module=record.module,
-                num_heads=record.num_heads,
-                num_kv_heads=record.num_kv_heads,
-                head_dim=record.head_dim,
-                exact=exact[record.index],
-            )
-            for record in sorted(records, key=lambda record: record.index)
-        ],
+        layer_heads=[replace(heads, exact=exact[heads.index]) for heads, *_ in layers],
         dtype=base_model.dtype,
     )
     config.name_or_path = base_model.name_or_path
@@ -251,14 +246,15 @@ def _check_model(model: PreTrainedModel) -> None:
             raise _refuse(model, reason)
 
 
-def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
-    """Records of all attention layers; refuses what could not be linearized or cached."""
+def _attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
+    """All attention layers; refuses what could not be linearized or cached."""
     try:
-        records = probe(model)
+        layers = probe(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         raise _refuse(model, f"a forward pass of two tokens failed ({type(error).__name__}: {error})") from error
     expected, recurrent = model.config.num_hidden_layers, recurrent_layers(model.config)
-    missing = sorted(set(range(expected)) - {record.index for record in records} - set(recurrent))
+    indices = [layer.heads.index for layer in layers]
+    missing = sorted(set(range(expected)) - set(indices) - set(recurrent))
     if missing:
         which = "its layers" if len(missing) == expected else f"its layers {missing}"
         raise _refuse(
@@ -266,60 +262,31 @@ def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
             f"{which} do not route attention through transformers' AttentionInterface, so they would silently keep"
             " the attention they have",
         )
-    if not records:
+    if not layers:
         raise _refuse(model, "it has no softmax attention")
-    for record in records:
-        if (reason := _obstacle(record)) is not None:
-            raise _refuse(model, f"layer {record.index} {reason}")
-    if len({record.index for record in records}) != len(records):
+    for layer in layers:
+        if layer.obstacle is not None:
+            raise _refuse(model, f"layer {layer.heads.index} {layer.obstacle}")
+    if len(set(indices)) != len(layers):
         raise _refuse(model, "some layers have several attention modules")
     # beside recurrent layers, which know the order of tokens, attention may have no positions at all
     if not recurrent and not any("rotary" in type(module).__name__.lower() for module in model.modules()):
         raise _refuse(model, "it has no rotary position embedding (RoPE)")
-    return records
-
-
-def _obstacle(record: LayerRecord) -> str | None:
-    """Why a layer cannot become linear, if so."""
-    if record.cached_key_shape is None and not record.shares_keys:
-        return "does not cache keys and values of its own"
-    if record.cached_key_shape not in (record.key_shape, None):
-        return (
-            f"caches compressed latents {list(record.cached_key_shape)} instead of the keys {list(record.key_shape)} it"
-            " attends over (multi-head latent attention)"
-        )
-    if record.shares_cache:
-        return "has a mixer of another kind (a state space, a convolution) beside its attention, in one cache layer"
-    if record.value_dim > record.head_dim:
-        return f"has values of {record.value_dim} dimensions, more than its keys of {record.head_dim}"
-    if record.calls != 1:
-        return f"calls attention {record.calls} times in one pass"
-    if not record.causal:
-        return "is not causal"
-    if record.unknown_inputs:
-        return f"adds {', '.join(record.unknown_inputs)} to its attention scores"
-    if not record.passes_kwargs or not record.finds_cache:
-        return "does not hand its keyword arguments to the attention function, so that its state cannot be reached"
-    if not record.gets_call:
-        return (
-            "does not get the keyword arguments of the model's forward pass, which say what attention the pass wants:"
-            " a decoder layer of this family drops them"
-        )
-    return None
+    return layers
 
 
 def _exact_heads(
-    records: list[LayerRecord], attention: AttentionConfig, model: PreTrainedModel
+    layers: list[AttentionLayer], attention: AttentionConfig, model: PreTrainedModel
 ) -> tuple[dict[int, tuple[int, ...]], Literal["keep", "linearize"]]:
     """KV heads of each layer that keep softmax attention, and what `sliding_layers` is for this model.
 
     Those of chunked layers (Llama 4) always do: linear attention would see the tokens before the chunk.
     """
     name, kinds = _name(model), getattr(model.config, "layer_types", None) or {}
-    heads = {record.index: record.num_kv_heads for record in records}
+    heads = {own.index: own.num_kv_heads for own, *_ in layers}
     named = () if attention.exact_budget else tuple(map(str, attention.exact))  # a budget is spent later
     exact = named_heads(named, heads, name)
-    sliding = {record.index for record in records if record.sliding_window is not None}
+    sliding = {layer.heads.index for layer in layers if layer.sliding_window is not None}
     choice = attention.sliding_layers
     if choice == "auto":
         choice = "keep" if sliding and sliding != set(heads) else "linearize"
@@ -327,13 +294,3 @@ def _exact_heads(
     kept |= {index for index in heads if kinds and kinds[index] == CHUNKED}
     exact |= {index: set(range(heads[index])) for index in kept}
     return {index: tuple(sorted(found)) for index, found in exact.items()}, choice
-
-
-def _check_dimensions(linear: list[LayerRecord], attention: AttentionConfig) -> None:
-    for record in linear:
-        too_wide = attention.feature_dim is not None and attention.feature_dim > record.head_dim
-        if attention.feature_map is not None and too_wide:
-            raise UserError(
-                f"feature_dim={attention.feature_dim} is larger than head_dim={record.head_dim} of layer"
-                f" {record.index}: feature maps start as a truncated identity; choose a smaller feature_dim"
-            )

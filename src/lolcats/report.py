@@ -73,9 +73,13 @@ def write_text(file: Path, text: str) -> None:
     partial = file.with_name(f".{file.name}.unfinished")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(partial, file)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise UserError(f"cannot write {file}: {error}") from error
 
 

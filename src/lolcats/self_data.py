@@ -27,6 +27,7 @@ from lolcats.errors import UserError
 from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.loading import load_base_model
+from lolcats.report import write_text
 from lolcats.training.identity import weights_hash
 
 ROWS = 8000  # sampled, of which some three quarters are kept
@@ -162,9 +163,7 @@ def write_rows(
         rows = [{"text": text} for text in texts if _is_good(text, SHORTEST_TEXT)]
     if not rows:
         raise UserError("the model wrote no usable training data; give data of your own (--data)")
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    partial.replace(file)
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return {"rows": len(rows), "left_out": count - len(rows), "tokens": sum(row["tokens"] for row in _read(samples))}
 
 

@@ -9,7 +9,6 @@ complete. The last checkpoint of a finished stage holds its best weights alone.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from contextlib import suppress
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from lolcats.config import differences
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
+from lolcats.report import read_optional, write_text
 
 STATE_FILE = "state.json"
 FILE_BYTES = 2**32
@@ -63,7 +63,7 @@ def write_checkpoint(
         _write_tensors(hidden, tensors, group)
         with group.sync_errors():
             if group.is_main:
-                write_json(hidden / STATE_FILE, state)
+                write_text(hidden / STATE_FILE, json.dumps(state, indent=1))
                 shutil.rmtree(path, ignore_errors=True)
                 hidden.rename(path)
     except (OSError, UserError) as error:
@@ -92,7 +92,7 @@ def read_checkpoint(
         for key, tensor in _read_tensors(path, parameters or {}, group).items():
             kind, _, name = key.partition("/")
             tensors.setdefault(kind, {})[name] = tensor
-        return tensors, read_json(path / STATE_FILE)
+        return tensors, read_optional(path / STATE_FILE)
     except Exception as error:  # whatever torch and safetensors raise concerns these files
         raise UserError(
             f"{path} is damaged: {error}\nMove {path.parent} away to start this stage from its beginning."
@@ -136,36 +136,6 @@ def _read_tensors(path: Path, parameters: dict[str, Tensor], group: Group) -> di
     return flat
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write plain values atomically.
-
-    Raises:
-        UserError: the disk is full or not writable; the old file is untouched.
-    """
-    hidden = path.with_name(f".{path.name}")
-    try:
-        with hidden.open("w", encoding="utf-8") as stream:
-            json.dump(values, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        hidden.replace(path)
-    except OSError as error:
-        hidden.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error}{_free(path)}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-
-
 def _free(path: Path) -> str:
     with suppress(OSError):
         return f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there)"
@@ -177,14 +147,14 @@ def _free(path: Path) -> str:
 
 def finished(directory: Path) -> dict[str, Any] | None:
     """The plain values of the last checkpoint of a stage that has ended."""
-    state = read_json(saved[-1] / STATE_FILE) if (saved := list_checkpoints(directory)) else {}
+    state = read_optional(saved[-1] / STATE_FILE) if (saved := list_checkpoints(directory)) else {}
     return state if state.get("finished") else None
 
 
 def refuse_other_settings(directory: Path, fingerprint: dict[str, Any]) -> None:
     """Raises UserError if the run of a stage in `directory`, where there is one, has another fingerprint."""
     for path in list_checkpoints(directory)[-1:]:
-        refuse_changes(path, read_json(path / STATE_FILE)["fingerprint"], fingerprint)
+        refuse_changes(path, read_optional(path / STATE_FILE)["fingerprint"], fingerprint)
 
 
 def refuse_changes(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:

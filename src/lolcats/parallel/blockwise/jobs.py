@@ -7,6 +7,7 @@ block). Any machine that sees the folder and the model can train a block; blocks
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lolcats.data.build import moved
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import PartialModel, load_in_parts
-from lolcats.training.checkpoint import read_json, write_json
+from lolcats.report import read_optional, write_text
 from lolcats.training.identity import identity, weights_hash
 from lolcats.training.loop import warn_of_few_updates
 from lolcats.training.run_folder import LOCK_FILE, FolderLock
@@ -54,7 +55,7 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     own = _identity(config, data)
     content = {"identity": own, "data": {split: packed.info for split, packed in data.items()}}
     if file.is_file():
-        _refuse_changes(folder, read_json(file), content)
+        _refuse_changes(folder, read_optional(file), content)
     blocks = Blocks(config, partial, data, folder / "blocks", own, console, inputs=folder / "inputs")
     warn_of_few_updates("transfer", config.transfer, len(data["train"]), console)
     try:
@@ -62,7 +63,7 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         (folder / CONFIG_FILE).write_text(config.to_yaml())
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
-    write_json(file, content)
+    write_text(file, json.dumps(content, indent=1))
     for block in blocks.blocks:
         blocks.caches(block)  # reserves their room
     for block, following in zip(blocks.blocks, blocks.blocks[1:], strict=False):
@@ -144,9 +145,9 @@ def open_blocks(
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    if not (folder / JOB_FILE).is_file():
+    if (content := read_optional(folder / JOB_FILE)) is None:
         raise UserError(f"{folder} is no job folder (it has no {JOB_FILE}); make one with `lolcats blocks prepare`")
-    return read_json(folder / JOB_FILE)
+    return content
 
 
 def _with_jobs(config: LinearizeConfig, folder: Path, changes: dict[str, Any] | None = None) -> LinearizeConfig:

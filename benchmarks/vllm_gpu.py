@@ -92,10 +92,10 @@ def prepare(worker: Any) -> dict[str, Any]:
         for tensor in [held] if isinstance(held, torch.Tensor) else held:
             if tensor.numel():
                 torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(60)
-    exact = [layer for layer in layers if not hasattr(layer, "layout")]
+    exact = [layer for layer in layers if not hasattr(layer, "parts")]
     return {
         "softmax_heads": sum(layer.num_heads for layer in exact),
-        "state_bytes": sum(layer.layout.nbytes for layer in layers if hasattr(layer, "layout")),
+        "state_bytes": sum(x.nbytes for layer in layers for x in getattr(layer, "parts", {}).values()),
         "token_bytes": sum(4 * layer.num_kv_heads * layer.head_size for layer in exact),
         "backends": sorted({layer.get_attn_backend().get_name() for layer in layers}),
     }

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import hybrid_attention, initial_state
-from lolcats.ops.hybrid_attention.pages import PagedBatch, PageLayout, StatePages, paged_attention
+from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, page_parts, paged_attention
 from lolcats.ops.hybrid_attention.planes import join_sums
 
 
 def pages_of(case: Case, count: int) -> StatePages:
     """Pages of bytes that are NaN in every floating type, with some between them."""
-    z, kv_heads, head_dim = initial_state(case.config, case.params, case.k).z, case.k.shape[1], case.k.shape[3]
-    layout = PageLayout(case.config, kv_heads, *z.shape[1:], head_dim, case.k.dtype)
-    return StatePages(layout, torch.full((count, layout.nbytes + 48), 0xFF, dtype=torch.uint8, device=DEVICE))
+    parts = page_parts(initial_state(case.config, case.params, case.k))
+    size = sum(x.nbytes for x in parts.values()) + 48
+    return StatePages(parts, torch.full((count, size), 0xFF, dtype=torch.uint8, device=DEVICE))
 
 
 def step_of(case: Case, **options):

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import by_layer
 from lolcats.modeling.layer import HybridAttention
+from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.api import initial_state
 
@@ -161,10 +163,14 @@ def _kept_bytes(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: to
 
 
 def _state_bytes(layer: LayerHeads, attention: AttentionConfig, dtype: torch.dtype) -> int:
-    if layer.is_softmax:
-        return 0
+    return 0 if layer.is_softmax else empty_state(layer, attention, dtype).nbytes
+
+
+@cache
+def empty_state(layer: LayerHeads, attention: AttentionConfig, dtype: torch.dtype) -> HybridState:
+    """What the linear heads of a layer keep of one sequence, without memory."""
     module = HybridAttention(
         attention, layer.num_heads, layer.num_kv_heads, layer.head_dim, exact=layer.exact, device="meta"
     )
     keys = torch.empty(1, module.num_kv_heads, 0, layer.head_dim, dtype=dtype, device="meta")
-    return initial_state(attention, module.params(), keys).nbytes
+    return initial_state(attention, module.params(), keys)

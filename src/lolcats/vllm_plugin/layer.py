@@ -24,12 +24,11 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
-from lolcats.modeling.cache_size import native_window
+from lolcats.modeling.cache_size import empty_state, native_window
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
+from lolcats.ops.hybrid_attention.pages import StatePages, page_parts, paged_attention
 from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
 
 
@@ -40,23 +39,13 @@ def heads_of_rank(layer: LayerHeads, rank: int, ranks: int) -> LayerHeads:
     return replace(layer, num_heads=layer.num_heads // ranks, num_kv_heads=kv_heads, exact=exact)
 
 
-def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> PageLayout:
+def state_parts(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of the linear heads of a rank's `layer`; `dtype` is that of the model."""
-    attention = config.attention
-    kv_heads = layer.num_kv_heads - len(layer.exact)
-    shared = attention.share_state == "kv_head"
-    features = 0
-    if attention.feature_map is not None:
-        phi = get_feature_map(attention.feature_map)
-        features = (attention.feature_dim or phi.default_dim(layer.head_dim)) * phi.multiple
-    return PageLayout(
-        config=attention,
-        kv_heads=kv_heads,
-        state_heads=kv_heads if shared else layer.num_heads // layer.num_kv_heads * kv_heads,
-        features=features,
-        head_dim=layer.head_dim,
-        dtype=dtype,
-    )
+    return {} if layer.is_softmax else page_parts(empty_state(layer, config.attention, dtype))
+
+
+def state_bytes(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> int:
+    return sum(part.nbytes for part in state_parts(config, layer, dtype).values())
 
 
 def is_bounded(config: LolcatsConfig, layer: LayerHeads) -> bool:
@@ -72,7 +61,7 @@ def ring_of(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> Rin
     attention = config.attention
     packed = attention.exact_bits == 8
     return Ring(
-        state_bytes=page_layout(config, layer, dtype).nbytes,
+        state_bytes=state_bytes(config, layer, dtype),
         window=attention.exact_tokens or 0,
         sinks=attention.sinks,
         kv_heads=len(layer.exact),
@@ -86,7 +75,7 @@ def page_shape(config: LolcatsConfig, dtype: torch.dtype, ranks: int) -> tuple[t
     owned = [heads_of_rank(layer, rank, ranks) for layer in config.layer_heads for rank in range(ranks)]
     rings = [ring for layer in owned if (ring := ring_of(config, layer, dtype)) is not None]
     plain = [layer for layer in owned if not layer.is_softmax and not is_bounded(config, layer)]
-    return ((page_bytes([page_layout(config, layer, dtype).nbytes for layer in plain], rings),),)
+    return ((page_bytes([state_bytes(config, layer, dtype) for layer in plain], rings),),)
 
 
 @cache
@@ -209,7 +198,7 @@ class PagedHybridAttention(Page):
         self.has_sink = softmax.has_sink
         self.impl = softmax.impl  # its scale, softcap and sinks, whose weights are loaded later
         self.layer, own = layer, heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
-        self.layout = page_layout(config, own, dtype)
+        self.parts, self.head_dim = state_parts(config, own, dtype), own.head_dim
         self.ring = ring_of(config, own, dtype)
         pages = 1 if self.ring is None else self.ring.pages(self.page_shape[0][0])
         self.more_pages = nn.ModuleList(Page(f"{self.prefix}.page_{i}", self.page_shape) for i in range(1, pages))
@@ -252,11 +241,11 @@ class PagedHybridAttention(Page):
         if metadata is None:  # vLLM measures memory
             output.zero_()
             return
-        q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.layout.head_dim)) for x in (query, key, value, output))
+        q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value, output))
         batch = metadata[self.prefix].batch
         if self.linear_attention is not None:
             if self.pages is None:
-                self.pages = StatePages(self.layout, self.kv_cache[0])
+                self.pages = StatePages(self.parts, self.kv_cache[0])
             paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, self._step, self.heads)
         if self.ring is not None:
             holders: list[Any] = [self, *self.more_pages]

@@ -15,64 +15,34 @@ a sequence's first token is never read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.planes import split_sums
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
-@dataclass(frozen=True)
-class PageLayout:
-    """What a page of one layer holds.
-
-    Attributes:
-        config: window and sinks.
-        kv_heads, state_heads, features, head_dim: G, S, F and D above.
-        dtype: type of the keys and values.
-    """
-
-    config: AttentionConfig
-    kv_heads: int
-    state_heads: int
-    features: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @cached_property
-    def parts(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and type of each part of a page, in order; parts may be empty."""
-        like = torch.empty(0, self.head_dim, dtype=self.dtype, device="meta")
-        state = HybridState.zeros(self.config, 1, self.kv_heads, self.state_heads, self.features, like)
-        if self.dtype.itemsize == 2:
-            state.S = split_sums(state.S)
-        return {name: (x.shape[1:], x.dtype) for name, x in state.tensors().items() if name != "position"}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.parts.values())
+def page_parts(state: HybridState) -> dict[str, Tensor]:
+    """The parts of a page, in order, as the state of one sequence has them, also one without memory ("meta")."""
+    parts = state.as_steps_keep(state.k.dtype).tensors()
+    return {name: x[0] for name, x in parts.items() if name != "position"}
 
 
 class StatePages:
     """The pages of one layer.
 
     Args:
-        layout: what each page holds.
-        pages_NC: [pages, bytes] uint8 or int8, at least `layout.nbytes` bytes each; it is not copied.
+        parts: what each page holds, see `page_parts`.
+        pages_NC: [pages, bytes] uint8 or int8, with room for the parts; it is not copied.
     """
 
-    def __init__(self, layout: PageLayout, pages_NC: Tensor) -> None:
-        self.config, self.memory = layout.config, pages_NC
+    def __init__(self, parts: dict[str, Tensor], pages_NC: Tensor) -> None:
+        self.memory, begin = pages_NC, 0
         self.views: dict[str, Tensor] = {}
-        begin = 0
-        for name, (shape, dtype) in layout.parts.items():
-            end = begin + shape.numel() * dtype.itemsize
-            self.views[name] = pages_NC[:, begin:end].view(dtype).unflatten(1, shape)
+        for name, part in parts.items():
+            end = begin + part.nbytes
+            self.views[name] = pages_NC[:, begin:end].view(part.dtype).unflatten(1, part.shape)
             begin = end
 
     def load(self, page_B: Tensor, position_B: Tensor) -> HybridState:

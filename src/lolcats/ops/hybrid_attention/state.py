@@ -82,7 +82,7 @@ class HybridState:
 
     def as_steps_keep(self, dtype: torch.dtype) -> HybridState:
         """With S as the decoding kernel keeps it for a model of this type: in planes for 16 bits; itself, if it is."""
-        if dtype == torch.float32:
+        if dtype.itemsize > 2:
             return self.joined()
         return self if in_planes(self.S) else replace(self, S=split_sums(self.S))
 

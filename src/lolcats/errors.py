@@ -4,6 +4,7 @@
 class UserError(Exception):
     """Expected failure: the message says what was expected, what came and what to do.
 
+    Whatever reads what a user gave may raise it; docstrings name it where they say more than its message.
     The command line prints the message without a traceback and exits with status 1.
     """
 

@@ -51,11 +51,7 @@ def read_report(folder: Path) -> dict[str, Any] | None:
 
 
 def read_optional(file: Path) -> Any:
-    """The content of a JSON file; None if there is no such file.
-
-    Raises:
-        UserError: it is there and cannot be read.
-    """
+    """The content of a JSON file; None if there is no such file."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -100,11 +100,7 @@ class Run:
         return identity(self.config, *stages, weights=self.weights, validation=validation)
 
     def check(self) -> None:
-        """Refuse what can be refused without reading weights and data; nothing is written.
-
-        Raises:
-            UserError: settings do not go together, or the folder holds something else.
-        """
+        """Refuse what can be refused without reading weights and data; nothing is written."""
         config = self.config
         for name, section in self.sections.items():
             self.sections[name] = fit_micro_batches(section, name, self.group, self.console.print)
@@ -142,11 +138,7 @@ class Run:
                 raise UserError(f"--transfer-from {self.transfer_from}: there is no finished stage 1 in it")
 
     def begin(self) -> None:
-        """The last checks, now that model and data are known; then the folder becomes that of this run.
-
-        Raises:
-            UserError: stages do not fit the model or the data, or what is to be resumed has other settings or data.
-        """
+        """The last checks, now that model and data are known; then the folder becomes that of this run."""
         config, taken = self.config, []
         with self.group.sync_errors():
             for name, (train, validation) in self.data.items():
@@ -173,11 +165,7 @@ class Run:
             warn_of_few_updates(name, self.sections[name], len(train), self.console)
 
     def _takes(self, name: str, section: OptimSection, train: PackedDataset, validation: PackedDataset) -> bool:
-        """Whether a stage is taken from `transfer_from`.
-
-        Raises:
-            UserError: what is to be resumed, or stage 1 to be taken, has other settings or data.
-        """
+        """Whether a stage is taken from `transfer_from`."""
         if name == "transfer" and self.blocks is not None:
             self.blocks.refuse_other_settings()
             return False

@@ -44,11 +44,7 @@ Report = Callable[[int, int, int], None]
 
 
 def written_file(section: ModelSection, source: DataSource, seed: int, console: Console) -> tuple[Path, dict[str, Any]]:
-    """The rows that the model of `section` writes for `source`, as a file of JSON lines, and a report on them.
-
-    Raises:
-        UserError: the model cannot be loaded, has no use for such data, or wrote no usable row.
-    """
+    """The rows that the model of `section` writes for `source`, as a file of JSON lines, and a report on them."""
     prompts = None if source.path == "self" else prompts_of(source)
     count = source.max_rows or ROWS if prompts is None else len(prompts)
     sampling = {"prompts": PROMPT if prompts is None else "given", "answers": ANSWER, "length": MAX_LENGTH}

@@ -28,9 +28,6 @@ def write_card(folder: str | Path) -> Path:
     """Write evaluations (eval.json), training curves and layers (analysis.json) into the card; returns its path.
 
     Charts are pictures in `charts/`. What an earlier call wrote is replaced.
-
-    Raises:
-        UserError: there is no report or card in the folder, or a file cannot be read or written.
     """
     folder = Path(folder).expanduser()
     report, card = read_report(folder), folder / CARD_FILE

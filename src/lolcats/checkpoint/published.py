@@ -65,10 +65,6 @@ def import_published(
             PEFT's adapter_config.json.
         output: a new or empty folder.
         base: hub id or folder of the base model; None: as the configuration says.
-
-    Raises:
-        UserError: a file cannot be read, the attention is one that this package does not have, or a tensor is missing,
-            unexpected or of another shape.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} is not an empty folder; choose another --output")
@@ -117,11 +113,7 @@ def _settings(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _attention(settings: dict[str, Any]) -> AttentionConfig:
-    """The settings of this package that make the same function.
-
-    Raises:
-        UserError: there are none.
-    """
+    """The settings of this package that make the same function."""
     theirs = settings["attention"]
 
     def value(name: str, default: Any) -> Any:
@@ -198,11 +190,7 @@ def _with_lora(model: LolcatsForCausalLM, finetune: dict[str, Any]) -> PeftModel
 
 @torch.no_grad()
 def _fill(model: LolcatsForCausalLM, tensors: dict[str, Tensor], theirs: dict[str, Any]) -> None:
-    """Copy the tensors into feature maps, window factors and adapters.
-
-    Raises:
-        UserError: a tensor is missing, unexpected or of another shape.
-    """
+    """Copy the tensors into feature maps, window factors and adapters."""
     used = set()
     source_of_k = "q" if theirs.get("tie_qk_kernels") else "k"
     has_bias = (theirs.get("learned_kernel_kwargs") or {}).get("bias")

@@ -25,10 +25,6 @@ def push(
 
     Returns:
         The licence, and the address of what was sent.
-
-    Raises:
-        UserError: not such a folder, a base model that is not on the hub, no licence, or the hub refuses: no token, no
-            such owner, or no connection.
     """
     if not (folder / "README.md").is_file() or not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} holds no model with its card: give a folder that `lolcats linearize` wrote")

@@ -37,9 +37,6 @@ class ShardReader:
 
     Attributes:
         file_of: name of a tensor -> name of its file.
-
-    Raises:
-        UserError: there are no safetensors, the index is damaged or a file that it names is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,11 +58,7 @@ class ShardReader:
             )
 
     def slice(self, name: str) -> Any:
-        """The tensor `name`, not read yet: `[...]` reads it.
-
-        Raises:
-            UserError: its file is damaged or does not hold it.
-        """
+        """The tensor `name`, not read yet: `[...]` reads it."""
         file = self.file_of[name]
         try:
             return self._handle(file).get_slice(name)
@@ -100,9 +93,6 @@ class BaseCheckpoint:
 
     Attributes:
         tied: names of weights of the base model that are another weight under a second name.
-
-    Raises:
-        UserError: as `ShardReader`.
     """
 
     def __init__(self, base: Any, folder: Path) -> None:
@@ -123,11 +113,7 @@ class BaseCheckpoint:
             self.tied = self._tied(reader)
 
     def load(self, parts: Sequence[str], device: torch.device) -> None:
-        """Put the weights of the submodules `parts` ("model.layers.3") on the device.
-
-        Raises:
-            UserError: a file is missing or damaged, or a tensor is missing or has another shape.
-        """
+        """Put the weights of the submodules `parts` ("model.layers.3") on the device."""
         prefixes = tuple(f"{part}." for part in parts)
         wanted = {name for name in self._shapes if name.startswith(prefixes) and ".linear_attention." not in name}
         try:

@@ -87,11 +87,7 @@ def quiet_loading_bars() -> None:
 
 
 def shipped_file(name: str) -> Path:
-    """A file of the repository ("docs/models.md"), of which the installed package has a copy.
-
-    Raises:
-        UserError: neither is there.
-    """
+    """A file of the repository ("docs/models.md"), of which the installed package has a copy."""
     package = Path(lolcats.__file__).parent
     places = [package / name, package.parents[1] / name]
     found = next((place for place in places if place.is_file()), None)

@@ -43,11 +43,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_fields(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """`values` of a configuration with fields such as `{"transfer.lr": 0.005}` laid over them, in their order.
-
-    Raises:
-        UserError: both lengths of a stage, `epochs` and `max_steps`, are given.
-    """
+    """`values` of a configuration with fields such as `{"transfer.lr": 0.005}` laid over them, in their order."""
     for field in fields:
         stage, _, key = field.rpartition(".")
         if key == "epochs" and fields.get(f"{stage}.max_steps") is not None:
@@ -71,11 +67,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def validated(section: type[Read], values: dict[str, Any]) -> Read:
-    """A section of these values.
-
-    Raises:
-        UserError: they are not valid; it says where and why.
-    """
+    """A section of these values."""
     try:
         return section.model_validate(values)
     except ValidationError as error:

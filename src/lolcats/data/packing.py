@@ -256,11 +256,7 @@ def pack_rows(
 
 
 def begin_token(tokenizer: Any) -> int:
-    """Id of the tokenizer's begin token.
-
-    Raises:
-        UserError: it has none.
-    """
+    """Id of the tokenizer's begin token."""
     if tokenizer.bos_token_id is None:
         raise UserError("data.begin_token: the tokenizer has no begin token (bos_token); set data.begin_token=false")
     return tokenizer.bos_token_id

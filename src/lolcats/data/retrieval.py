@@ -99,9 +99,6 @@ class RetrievalWriter:
     Args:
         haystack: a data source of plain text with a column "text"; "demo": the text shipped with the package.
         begin_token: begin samples with the tokenizer's begin token, if it begins texts so.
-
-    Raises:
-        UserError: a haystack that cannot be read, or is too short.
     """
 
     def __init__(self, tokenizer: Any, split: Split, haystack: str = "demo", *, begin_token: bool = False) -> None:
@@ -118,11 +115,7 @@ class RetrievalWriter:
         return _haystack_tokens(self.tokenizer, self.haystack, self.split)
 
     def write(self, kind: str, length: int, seed: int, index: int) -> Sample:
-        """Sample number `index` of a kind: `KINDS`, "passkey", and for training "needles_N" with N facts.
-
-        Raises:
-            UserError: `length` tokens are too few for it, or more than the haystack has.
-        """
+        """Sample number `index` of a kind: `KINDS`, "passkey", and for training "needles_N" with N facts."""
         draw = np.random.default_rng([STREAMS[self.split], seed, length, index, zlib.crc32(kind.encode())])
         room = length - len(self.begin)
         sample = self._passkey(draw, room, index) if kind == "passkey" else self._write(kind, draw, room)
@@ -280,11 +273,7 @@ def begins_texts(tokenizer: Any) -> bool:
 
 
 def haystack_text(haystack: str, split: Split) -> str:
-    """The split's part of all text of a data source: the last fifth for tests; of "demo" the rows of evaluations.
-
-    Raises:
-        UserError: the source cannot be read, or holds no plain text.
-    """
+    """The split's part of all text of a data source: the last fifth for tests; of "demo" the rows of evaluations."""
     source = DataSource(path=haystack, format="text")
     rows = open_source(source).rows()
     detect_format(source, list(rows.column_names))

@@ -23,11 +23,7 @@ def training_and_validation(
     seed: int,
     bar: Progress,
 ) -> tuple[PackedDataset, PackedDataset]:
-    """Both splits of the opened sources, as `build_datasets` describes them.
-
-    Raises:
-        UserError: nothing is left of one of the splits; the message says why, and what to do.
-    """
+    """Both splits of the opened sources, as `build_datasets` describes them."""
     limit = sequence_limit(config)
     # One source needs no more tokens than are used; of several all are read, so that the choice is fair.
     max_tokens = limit * config.sequence_length if limit is not None and len(opened) == 1 else None
@@ -60,11 +56,7 @@ def training_and_validation(
 
 
 def sequence_limit(config: DataSection) -> int | None:
-    """Sequences of `max_train_tokens`; None: no limit.
-
-    Raises:
-        UserError: not one.
-    """
+    """Sequences of `max_train_tokens`; None: no limit."""
     if config.max_train_tokens is None:
         return None
     if config.max_train_tokens < config.sequence_length:
@@ -76,11 +68,7 @@ def sequence_limit(config: DataSection) -> int | None:
 
 
 def first_sequences(config: DataSection, parts: list[PackedDataset]) -> PackedDataset:
-    """The first sequences of each source: all, or `validation_sequences` in the sources' proportions.
-
-    Raises:
-        UserError: there are none.
-    """
+    """The first sequences of each source: all, or `validation_sequences` in the sources' proportions."""
     available = [len(part) for part in parts]
     counts = mixture_counts(available, [], config.validation_sequences)
     data = _join(parts, [np.arange(count) for count in counts])

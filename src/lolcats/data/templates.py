@@ -119,9 +119,6 @@ def chat(tokenizer: Any) -> Callable[[list[Any], Any], list[Document]]:
 
     Labels: what the template marks with {% generation %}; without marks, every assistant turn with its end-of-turn
     token. Turns of weight 0 are only read.
-
-    Raises:
-        UserError: there is no chat template, or answers cannot be found in what it prints.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(

@@ -33,9 +33,6 @@ def load_model(
     Args:
         attention: settings of `AttentionConfig` (linear_length_cap, ...) for a linearized model
             that need no training; None, and other models, change nothing.
-
-    Raises:
-        UserError: no such model, bad dtype or device, a setting that the model's window does not allow, ...
     """
     section = {"path": str(path), "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     config = LinearizeConfig.from_dict({"model": section | {"gguf_file": gguf_file}})

@@ -58,9 +58,6 @@ def dataset_perplexity(
 
     Returns:
         perplexity, loss (nats per token), tokens (labels counted).
-
-    Raises:
-        UserError: no token has a label.
     """
     device = getattr(model, "device", None) or next(model.parameters()).device
     losses = losses or partial(batch_losses, model, attention_call=attention_call)
@@ -125,9 +122,6 @@ def text_perplexity(
     Returns:
         perplexity, loss (nats per token), tokens; positions, the loss by a token's place in its window, in
         intervals that double.
-
-    Raises:
-        UserError: nothing to score.
     """
     device = next(model.parameters()).device
     offset = 0 if begin_with is None else 1

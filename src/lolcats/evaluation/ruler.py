@@ -39,9 +39,6 @@ def ruler_tasks(
         lengths: tokens of prompt and answer.
         samples: texts of each task and length.
         haystack: data source of natural text (`haystack_text`).
-
-    Raises:
-        UserError: lm-eval's extra for RULER is missing, or a task does not fit into one of the lengths.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -94,11 +91,7 @@ def _share_found(row: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 @functools.cache
 def _definition(name: str) -> dict[str, Any]:
-    """lm-eval's definition of a task, with the functions that it names.
-
-    Raises:
-        UserError: lm-eval, or what its RULER needs, is not installed.
-    """
+    """lm-eval's definition of a task, with the functions that it names."""
     try:
         import lm_eval.tasks
         import nltk

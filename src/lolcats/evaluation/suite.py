@@ -44,9 +44,6 @@ def evaluate_models(
 
     Returns:
         models, settings, provenance, as plain JSON values.
-
-    Raises:
-        UserError: unknown tasks, missing data, models that cannot be compared.
     """
     check(options)
     parts: dict[str, Callable[..., Any]] = {"tasks": _tasks} if options.lm_eval_tasks else {}

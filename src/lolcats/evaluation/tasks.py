@@ -63,9 +63,6 @@ def task_manager(known_only: bool = False) -> Any:
 
     Args:
         known_only: of `KNOWN_TASKS` alone, because reading all of lm-eval's definitions takes seconds.
-
-    Raises:
-        UserError: lm-eval is not installed.
     """
     try:
         import lm_eval.tasks as tasks
@@ -89,11 +86,7 @@ def parts_of(name: str) -> tuple[str, int, int | None]:
 
 
 def check_names(names: list[str], data_dir: str | None, run_code: bool = False) -> None:
-    """Refuse unknown tasks, tasks that a local folder does not hold, and programs of the model that may not run.
-
-    Raises:
-        UserError: as said, or lm-eval is missing.
-    """
+    """Refuse unknown tasks, tasks that a local folder does not hold, and programs of the model that may not run."""
     bases = {name: parts_of(name)[0] for name in names}
     known = task_manager(known_only=set(bases.values()) <= set(KNOWN_TASKS)).task_index
     for name, base in bases.items():
@@ -121,9 +114,6 @@ def load_tasks(
         seed: of few-shot examples, for tasks that draw them.
         tokenizer: counts the tokens of other code.
         chat: take `NAME_instruct` for NAME where lm-eval has it.
-
-    Raises:
-        UserError: data that is missing or in another form, or a package that a task needs.
     """
     import evaluate
 
@@ -196,11 +186,7 @@ def _subjects(splits: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, An
 
 
 def task_files(data_dir: str | Path, name: str) -> dict[str, Path]:
-    """The files that a task needs of a local folder, by split.
-
-    Raises:
-        UserError: not a known task, no folder, or not the splits that it needs.
-    """
+    """The files that a task needs of a local folder, by split."""
     if name not in KNOWN_TASKS:
         raise UserError(
             f"task {name!r} has no local data: --data-dir serves {', '.join(KNOWN_TASKS)}; leave --data-dir out to read"

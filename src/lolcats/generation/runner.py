@@ -47,9 +47,6 @@ class Runner:
     Attributes:
         cache: the slots.
         tokens_prefilled, tokens_decoded: tokens that went through the model so far.
-
-    Raises:
-        UserError: not a linearized model, or not enough memory.
     """
 
     def __init__(

@@ -28,9 +28,6 @@ class SlotCache(Cache):
         model: a `LolcatsForCausalLM` in linear mode. A token runs through it, to learn what each layer keeps.
         max_slots: sequences.
         max_length: most tokens of a sequence; only exact heads that see all tokens need it and reserve memory for it.
-
-    Raises:
-        UserError: the slots do not fit into memory.
     """
 
     parts: dict[str, Any]

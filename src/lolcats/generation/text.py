@@ -13,11 +13,7 @@ _MOST_PENDING = 32
 
 
 def chat_text(tokenizer: Any, prompt: str | list[dict[str, str]]) -> str:
-    """A user's message, or a conversation, in the tokenizer's chat template.
-
-    Raises:
-        UserError: there is no template, or it does not take this conversation.
-    """
+    """A user's message, or a conversation, in the tokenizer's chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("this model's tokenizer has no chat template; give plain text, or use a model trained for chat")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -64,9 +64,6 @@ def heads_in_budget(
         budget: a share of the KV heads in layers that have linear ones (12%), rounded, at least one; or the size of a
             sequence's cache at a length (24MiB@8192), in which the states of the other heads count, too.
         ranked: these heads as (layer, head); None: as they stand in the model.
-
-    Raises:
-        UserError: none fits, or all.
     """
     layers = {layer.index: layer for layer in config.linear_layers}
     if ranked is None:
@@ -107,9 +104,6 @@ def window_in_budget(
 
     Args:
         exact: heads, by layer, that are counted as exact beside those that are.
-
-    Raises:
-        UserError: not even `window_size` tokens do.
     """
     limit, least = _bytes(str(attention.exact_window)), max(attention.window_size, 1)
     bounded = copy.copy(config)

@@ -18,11 +18,7 @@ LAYER_OUTPUT = "lolcats_layer_output"
 
 
 def decoder_layers(model: LolcatsForCausalLM) -> tuple[str, nn.ModuleList]:
-    """The path of the list of decoder layers in the base model, and the list.
-
-    Raises:
-        UserError: the layers are not in a list of the decoder.
-    """
+    """The path of the list of decoder layers in the base model, and the list."""
     base: Any = model.model
     attention = model.config.linear_layers[0].module
     path = attention.rsplit(".", 2)[0]
@@ -43,9 +39,6 @@ def decoder_part(model: LolcatsForCausalLM, begin: int, end: int) -> nn.Module:
     What follows the layers (a norm) runs if its weights are loaded. The model does not change, and its hooks run.
 
     It is called by `run_part`, or like the decoder.
-
-    Raises:
-        UserError: the layers are not in a list.
     """
     _, layers = decoder_layers(model)
     decoder = model.get_decoder()

@@ -16,11 +16,7 @@ FIRST_RELEASE = 5, 19
 
 
 def dequantizing() -> dict[str, Any]:
-    """Argument of `from_pretrained`, without which GGUF weights stay quantized.
-
-    Raises:
-        UserError: this release of transformers is too old.
-    """
+    """Argument of `from_pretrained`, without which GGUF weights stay quantized."""
     if tuple(map(int, transformers.__version__.split(".")[:2])) < FIRST_RELEASE:
         raise UserError(
             f"transformers {transformers.__version__} misreads the tokenizers of some GGUF files: use 5.19 or newer, or"

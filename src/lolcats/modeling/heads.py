@@ -73,9 +73,6 @@ def named_heads(names: Iterable[str], num_kv_heads: Mapping[int, int], model: st
     Args:
         num_kv_heads: of the model's layers that have attention, by index.
         model: its name, for errors.
-
-    Raises:
-        UserError: layers or heads that it does not have.
     """
     found: dict[int, set[int]] = {index: set() for index in num_kv_heads}
     for name in names:

@@ -61,11 +61,7 @@ class Source:
 
     @cached_property
     def quantisation(self) -> Quantisation | None:
-        """How the weights are quantised; None: they are not, or are dequantised while loading (GGUF).
-
-        Raises:
-            UserError: such weights do not load here, or do not go together with the other settings.
-        """
+        """How the weights are quantised; None: they are not, or are dequantised while loading (GGUF)."""
         if self.section.gguf_file is not None:
             return None
         path, whole = self.path, self.whole
@@ -83,11 +79,7 @@ class Source:
 
 
 def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
-    """Find a causal language model; one that is linearized already is refused unless `allow_linearized`.
-
-    Raises:
-        UserError: no such model, not a decoder, unknown architecture, ...
-    """
+    """Find a causal language model; one that is linearized already is refused unless `allow_linearized`."""
     path = _resolve(section)
     arguments: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
     if section.gguf_file is not None:
@@ -112,9 +104,6 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
 
     Only safetensors and GGUF weights are read, never pickles. The model is in eval mode. Of a multimodal model it is
     the language model alone, which is logged.
-
-    Raises:
-        UserError: as `locate`; no tokenizer, damaged or incomplete weights, ...
     """
     source = locate(section, allow_linearized=allow_linearized)
     path, quantised = source.path, source.quantisation
@@ -174,9 +163,6 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
     """The model without its weights, and its tokenizer: parameters are on the meta device, buffers are real.
 
     Architecture, types and generation settings are those of `load_base_model`.
-
-    Raises:
-        UserError: as `load_base_model`; the weights are in a GGUF file or quantised.
     """
     if section.gguf_file is not None:
         raise UserError(
@@ -227,9 +213,6 @@ def resolve_device(name: str, gpus: str = "/dev/nvidia[0-9]*") -> torch.device:
 
     Args:
         gpus: pattern of the files by which Linux shows NVIDIA's GPUs.
-
-    Raises:
-        UserError: there is no such device for this build of PyTorch; for auto: there is a GPU, but not for this build.
     """
     build = f"PyTorch {torch.__version__}"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # NVML counts those that cannot be used, too

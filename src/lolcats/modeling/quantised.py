@@ -44,9 +44,6 @@ def quantisation(config: PreTrainedConfig, path: str, device: torch.device) -> Q
     """How the checkpoint of `config` in `path` is quantised, None if it is not; its weights are not read.
 
     `config` is changed so that transformers dequantises the weights if it can.
-
-    Raises:
-        UserError: this kind cannot be loaded here, or not be trained over.
     """
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -95,11 +92,7 @@ def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_undense(model: nn.Module, path: str) -> None:
-    """Refuse a model that has quantised weights outside its linear layers: they could not be exported.
-
-    Raises:
-        UserError: by name.
-    """
+    """Refuse a model that has quantised weights outside its linear layers: they could not be exported."""
     inside = {id(x) for linear in quantised_linears(model).values() for x in linear.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside and not _is_dense(parameter):
@@ -110,11 +103,7 @@ def refuse_undense(model: nn.Module, path: str) -> None:
 
 
 def refuse_without_gradient(model: PreTrainedModel) -> None:
-    """Refuse a model through whose quantised layers no gradient passes; gates and stage 2 need it.
-
-    Raises:
-        UserError: by the layers' type.
-    """
+    """Refuse a model through whose quantised layers no gradient passes; gates and stage 2 need it."""
     for kind, linear in {type(linear): linear for linear in quantised_linears(model).values()}.items():
         x = torch.zeros(1, linear.in_features, dtype=model.dtype, device=_device(linear), requires_grad=True)
         if not linear(x).requires_grad:

@@ -25,11 +25,7 @@ _ONLY_WITH_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def text_tower(config: PreTrainedConfig, path: str) -> PreTrainedConfig:
-    """The configuration of the language model in a multimodal model; of any other model, its own.
-
-    Raises:
-        UserError: transformers has no class for this language model alone.
-    """
+    """The configuration of the language model in a multimodal model; of any other model, its own."""
     text = config.get_text_config(decoder=True) if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else config
     if text is config:
         return config

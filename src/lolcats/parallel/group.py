@@ -178,9 +178,6 @@ def fit_micro_batches(section: SectionT, name: str, group: Group, report: Callab
     Args:
         name: of the section, for messages.
         report: receives a sentence if the micro-batches become smaller.
-
-    Raises:
-        UserError: there are more processes than sequences in a batch, or no equal shares.
     """
     if section.batch_size % group.world:
         raise UserError(

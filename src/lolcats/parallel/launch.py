@@ -27,9 +27,6 @@ def open_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Group
     Args:
         device: as `model.device`; auto and cuda mean the GPU of this process's local rank.
         timeout_s: how long a collective over tensors waits for the others.
-
-    Raises:
-        UserError: the processes did not meet, there are more than GPUs, or, inside the block, another one vanished.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SINGLE

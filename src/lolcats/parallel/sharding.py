@@ -39,9 +39,6 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
     `parallel.shard=auto` shards weights that would take more than a quarter of the smallest memory. Replicated
     weights are several times faster for small models: nothing is gathered, and CUDA graphs work. Weights that
     cannot be read in slices (GGUF, quantised) are replicated.
-
-    Raises:
-        UserError: the model cannot be built; on all processes.
     """
     parallel, model = config.parallel, config.model
     if group.world == 1 or parallel.shard != "auto":
@@ -85,9 +82,6 @@ def load_sharded(
         cpu_offload: keep the shards in CPU memory; they are copied to the GPU when their layer computes.
         train_all: for full finetuning: weights are kept and updated in float32 and computed with in the
             section's type.
-
-    Raises:
-        UserError: the model cannot be linearized, or its files cannot be read in parts.
     """
     assert group.device is not None
     with group.main_first():

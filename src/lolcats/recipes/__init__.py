@@ -27,11 +27,7 @@ def list_recipes() -> dict[str, str]:
 
 
 def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
-    """Values of a recipe by name, or of a YAML file, laid over those of its base, as for `LinearizeConfig.from_dict`.
-
-    Raises:
-        UserError: unknown name or base, a cycle, unreadable file, or not a mapping.
-    """
+    """Values of a recipe by name, or of a YAML file, laid over those of its base, for `LinearizeConfig.from_dict`."""
     chain = _chain(name_or_path)
     values: dict[str, Any] = {}
     for _, own in reversed(chain):
@@ -81,11 +77,7 @@ def list_files(folder: Path) -> dict[str, str]:
 
 
 def find_file(kind: str, folder: Path, name_or_path: str | Path) -> Path:
-    """A file of the package's folder by its name, or the YAML file itself.
-
-    Raises:
-        UserError: there is none of this name; lists those there are.
-    """
+    """A file of the package's folder by its name, or the YAML file itself."""
     text = str(name_or_path)
     if text.endswith(SUFFIXES):
         return Path(text).expanduser()

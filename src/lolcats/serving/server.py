@@ -56,11 +56,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one.
-
-    Raises:
-        UserError: the address cannot be used.
-    """
+    """A bound socket; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)

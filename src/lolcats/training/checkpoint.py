@@ -83,9 +83,6 @@ def read_checkpoint(
     Args:
         parameters: the trained parameters by name. Tensors of their sizes come sharded as they are; all others are
             whole, on the CPU.
-
-    Raises:
-        UserError: a file is missing or damaged.
     """
     tensors: Tensors = {}
     try:

@@ -136,9 +136,6 @@ class Trainer:
         total_steps: updates of the whole stage.
         blocks: the optimizers, one for each of the stage's blocks.
         device: of the parameters.
-
-    Raises:
-        UserError: the data are fewer than a batch.
     """
 
     def __init__(

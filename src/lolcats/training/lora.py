@@ -38,11 +38,7 @@ def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
 
 
 def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> list[str]:
-    """Full names of the modules that get adapters: those with the roles of `lora_targets` in all linearized layers.
-
-    Raises:
-        UserError: a layer has no such projection, or the rank does not fit.
-    """
+    """Full names of the modules that get adapters: those with the roles of `lora_targets` in all linearized layers."""
     names: set[str] = set()
     for path, attention in model.attention_modules().items():
         linears = {name for name, child in attention.named_children() if is_linear(child)}

@@ -24,11 +24,7 @@ class FolderLock:
         self._made = False
 
     def __enter__(self) -> FolderLock:
-        """Makes the folder if there is none.
-
-        Raises:
-            UserError: another process uses it, or it cannot be written.
-        """
+        """Makes the folder if there is none."""
         if self._lock.is_locked:
             return self
         try:
@@ -53,11 +49,7 @@ class FolderLock:
 
 
 def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder that this run must not use; nothing is written.
-
-    Raises:
-        UserError: it is a file, holds something else, or a run of another configuration.
-    """
+    """Refuse a folder that this run must not use; nothing is written."""
     if resume and overwrite:
         raise UserError("--resume continues a run and --overwrite begins again; choose one of them")
     if output.exists() and not output.is_dir():
@@ -74,11 +66,7 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
 
 
 def claim_folder(config: LinearizeConfig, output: Path, *, overwrite: bool) -> None:
-    """Write the configuration into `output/run`; nothing is deleted.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the configuration into `output/run`; nothing is deleted."""
     run = output / "run"
     try:
         if overwrite and run.exists():

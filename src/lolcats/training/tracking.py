@@ -24,9 +24,6 @@ class Tracking:
         name: of the tracker, as `output.track`.
         folder: for the tracker's files and the names of its runs.
         settings: plain values that W&B and trackio show beside the curves.
-
-    Raises:
-        UserError: the tracker's package is not installed.
     """
 
     name: str

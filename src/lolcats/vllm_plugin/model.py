@@ -42,9 +42,6 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
 
     To vLLM every linearized model is a hybrid of layers with states and layers with keys and values, also when none
     of the second kind is left.
-
-    Raises:
-        UserError: a base model or a feature of vLLM that this does not support.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -136,11 +133,7 @@ def architecture(model_type: str) -> str:
 
 
 def attention_layers(model: nn.Module, config: LolcatsConfig, ranks: int) -> dict[int, tuple[str, Attention]]:
-    """Path and layer of vLLM's attention, by the layer's index.
-
-    Raises:
-        UserError: layers that this plugin cannot take the place of, or has no room for beside its own.
-    """
+    """Path and layer of vLLM's attention, by the layer's index."""
     model_type = config.text_config.model_type
     found = {}
     for path, module in model.named_modules():

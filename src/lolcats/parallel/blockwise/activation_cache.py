@@ -28,9 +28,6 @@ class ActivationCache:
         path: of the files, without suffix.
         sequences: [N] their numbers in the dataset, ascending.
         tokens, hidden: T and the width of a hidden state.
-
-    Raises:
-        UserError: the files are of another size, or there is no room for them.
     """
 
     def __init__(self, path: Path, sequences: np.ndarray, tokens: int, hidden: int, dtype: torch.dtype) -> None:
@@ -60,11 +57,7 @@ class ActivationCache:
                 self._entries[row] = _WRITTEN + zlib.crc32(self._data[row])
 
     def read(self, sequences: np.ndarray) -> Tensor:
-        """The rows of `sequences` [B] as a tensor [B, T, hidden].
-
-        Raises:
-            UserError: one was never written or has changed since.
-        """
+        """The rows of `sequences` [B] as a tensor [B, T, hidden]."""
         rows = np.searchsorted(self.sequences, sequences)
         out = np.asarray(self._data[rows])
         for sequence, content, entry in zip(sequences, out, self._entries[rows], strict=True):

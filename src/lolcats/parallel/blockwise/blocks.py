@@ -220,9 +220,6 @@ class Blocks:
 
         Returns:
             The stage's part of the report.
-
-        Raises:
-            UserError: some blocks are not finished.
         """
         results = {block: result for block in self.blocks if (result := self.finished(block)) is not None}
         missing = [str(block) for block in self.blocks if block not in results]

@@ -78,9 +78,6 @@ def train_one(folder: Path, number: int, console: Console, *, device: str | None
 
     Args:
         device: in place of the configuration's.
-
-    Raises:
-        UserError: no such block, no job folder, or the block's inputs are not complete.
     """
     config, data = job_config(folder, device), packed_data(folder)
     partial, _ = load_in_parts(config)
@@ -103,9 +100,6 @@ def job_config(folder: Path, device: str | None = None) -> LinearizeConfig:
 
     Args:
         device: in place of the configuration's.
-
-    Raises:
-        UserError: it is no job folder.
     """
     _content(folder)
     config = LinearizeConfig.from_yaml(folder / CONFIG_FILE)
@@ -113,11 +107,7 @@ def job_config(folder: Path, device: str | None = None) -> LinearizeConfig:
 
 
 def packed_data(folder: Path) -> dict[str, PackedDataset]:
-    """The data of a job folder by split, at the positions of their tokens.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """The data of a job folder by split, at the positions of their tokens."""
     _content(folder)
     try:
         return cache.load(folder / DATA_FILE)

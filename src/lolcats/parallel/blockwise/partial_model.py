@@ -27,9 +27,6 @@ def load_in_parts(config: LinearizeConfig, device: torch.device | None = None) -
 
     Args:
         device: None: as `config.model.device` says.
-
-    Raises:
-        UserError: as `load_skeleton`, `convert` and `PartialModel`.
     """
     skeleton, tokenizer = load_skeleton(config.model)
     torch.manual_seed(config.seed)  # feature maps start as in joint training
@@ -47,9 +44,6 @@ class PartialModel:
         model: what `lolcats.conversion.convert` made of `lolcats.modeling.loading.load_skeleton`.
         folder: the base model's checkpoint.
         device: where parts are put.
-
-    Raises:
-        UserError: layers need more than the output of the layer before; or as `BaseCheckpoint`.
     """
 
     def __init__(self, model: LolcatsForCausalLM, folder: Path, device: torch.device) -> None:
@@ -74,11 +68,7 @@ class PartialModel:
 
     @contextmanager
     def loaded(self, *parts: str) -> Iterator[None]:
-        """Within the block, the submodules `parts` of the base model ("model.layers.3") are on the device.
-
-        Raises:
-            UserError: a file is missing or damaged, or a tensor is missing or has another shape.
-        """
+        """Within the block, the submodules `parts` of the base model ("model.layers.3") are on the device."""
         try:
             self.checkpoint.load(parts, self.device)
             for part in parts:

@@ -44,33 +44,10 @@ def _seeded():
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     """Folder of a random 2-layer Llama with a word-level tokenizer."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from tiny_base import write_base
 
     folder = tmp_path_factory.mktemp("model")
-    vocabulary = {"<unk>": 0, "<eos>": 1} | {word: index + 2 for index, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():  # larger weights: attention that is far from uniform
-        if parameter.dim() > 1:
-            parameter.data.mul_(6.0)
-    model.save_pretrained(folder)
+    write_base(folder, WORDS)
     return folder
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from tiny_base import write_base
+from tiny_base import write_demo_base
 
 ROOT = Path(__file__).parents[1]
 SHORT = {
@@ -22,7 +22,7 @@ assert not any(cell.outputs for cell in code), "the notebook is kept without out
 (parameters,) = (cell for cell in code if "parameters" in cell.metadata.get("tags", ()))
 parameters.source += f"\n\n{PARAMETERS}  # of this test"
 with tempfile.TemporaryDirectory() as folder:
-    write_base(Path(folder) / "base")
+    write_demo_base(Path(folder) / "base")
     NotebookClient(notebook, resources={"metadata": {"path": folder}}).execute()
 for cell in code[1:]:
     assert cell.outputs, cell.source

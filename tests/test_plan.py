@@ -169,8 +169,7 @@ def test_what_is_printed_fits_and_resolves(tmp_path, name, options):
 
 
 @pytest.mark.parametrize("name", ["", "config.json"])
-def test_a_folder_without_a_network(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_folder_without_a_network(tmp_path, name):
     model_dir = Path(folder(tmp_path, "llama", max_position_embeddings=2048))  # fewer than the recipe's 4096
     result = CliRunner().invoke(app, ["plan", str(model_dir / name), "--data", "own data.jsonl", "--exact", "1"])
     assert result.exit_code == 0, result.output

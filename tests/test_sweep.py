@@ -79,7 +79,6 @@ def test_mistakes(tmp_path, values, paths, message):
 
 
 def test_real_rows_finish_fail_and_are_tried_again(run_settings, data_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     short = {stage: {"max_steps": 2, "eval_every": 2} for stage in ("transfer", "adjust")}
     recipe = merge(run_settings, short)

@@ -4,12 +4,12 @@ import subprocess
 from pathlib import Path
 
 import torch
-from tiny_base import write_base
+from tiny_base import write_demo_base
 
 import lolcats
 
 assert "site-packages" in lolcats.__file__, lolcats.__file__
-write_base(Path("base"))
+write_demo_base(Path("base"))
 
 SHORT = "transfer.max_steps=1", "adjust.max_steps=1", "data.validation_sequences=2"
 WINDOW = "attention.window_size=8", "data.sequence_length=64"

@@ -82,8 +82,7 @@ def test_mistakes(cli, calls, arguments, message):
     assert calls == []
 
 
-def test_a_text_in_windows(cli, model_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path))
+def test_a_text_in_windows(cli, model_dir, tmp_path):
     text, curve = tmp_path / "text.txt", tmp_path / "curve.json"
     text.write_text(" ".join(f"w{index * 7 % 60}" for index in range(300)))
     settings = ("--tasks", "perplexity", "--data", text, "--loss-on", "all", "--device", "cpu", "--max-length", 100)

@@ -63,7 +63,6 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture(autouse=True)
 def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keeps every test away from the user's caches and from the network."""
+    """Keeps every test away from the user's caches."""
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path / "cache"

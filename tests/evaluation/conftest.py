@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from family_models import build, linearized
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from lolcats.config.attention import AttentionConfig
-from lolcats.conversion import convert
+from transformers import PreTrainedTokenizerFast
 
 CORPUS = (
     "Question: Which river is the longest? Answer: the grass is green and the sky is blue. The sun is yellow. "
@@ -118,17 +115,8 @@ def tokenizer() -> Any:
 
 
 def _llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
-        **{"bos_token_id": None, "eos_token_id": 0},
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():  # attention that is far from uniform, and answers that differ
-        if parameter.dim() > 1:
-            parameter.data.mul_(8.0)
-    return model.eval()
+    special = {"bos_token_id": None, "eos_token_id": 0}
+    return build("llama3", vocab_size=320, max_position_embeddings=4096, **special)
 
 
 @pytest.fixture(scope="session")
@@ -139,18 +127,13 @@ def softmax_model() -> Any:
 @pytest.fixture(scope="session")
 def linear_model() -> Any:
     """Linearized, with a window much smaller than the prompts."""
-    model = convert(_llama(), AttentionConfig(window_size=8))
-    torch.manual_seed(1)
-    for _, module in model.linear_layers():
-        for parameter in module.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return model.eval()
+    return linearized(_llama(), window_size=8)
 
 
 @pytest.fixture(scope="session")
 def hybrid_model() -> Any:
     """Linearized but for one layer."""
-    return convert(_llama(), AttentionConfig(window_size=8, exact=[0, "1.1"])).eval()
+    return linearized(_llama(), window_size=8, exact=[0, "1.1"])
 
 
 @pytest.fixture(params=["softmax", "linear", "hybrid"])

@@ -75,8 +75,7 @@ def test_linearized_folders_begin_as_they_were_trained(begins):
     assert training_length(begins) == 512
 
 
-def test_every_model_has_its_own(begins, model_dir, data_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
+def test_every_model_has_its_own(begins, model_dir, data_file):
     common = ["--tasks", "perplexity", "--data", str(data_file), "--sequence-length", "48", "--limit", "2"]
     common += ["--device", "cpu", "--json"]
 

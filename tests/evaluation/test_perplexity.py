@@ -29,8 +29,7 @@ def test_a_base_model(model_dir):
     assert tokenizer("w0")["input_ids"] == [2]
 
 
-def test_perplexity_is_the_exponential_of_the_mean_loss(linearized, data_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path))
+def test_perplexity_is_the_exponential_of_the_mean_loss(linearized, data_file):
     model, tokenizer = linearized
     section = DataSection.model_validate(
         {"sources": [{"path": str(data_file), "max_rows": 8}], "sequence_length": 16, "loss_on": "all"}

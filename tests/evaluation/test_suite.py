@@ -21,11 +21,6 @@ def load(softmax_model, linear_model, tokenizer):
     return lambda path: (copy.deepcopy(models[path]), tokenizer)  # evaluating changes a model
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def text(tmp_path):
     file = tmp_path / "text.txt"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_models import build_multimodal
 from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
 from lolcats.conversion import covered_positions, fit_positions
@@ -383,12 +384,7 @@ def test_four_bits_end_to_end(run, tmp_path, model_dir):
 
 def test_a_multimodal_model_end_to_end(run, model_dir, tmp_path):
     """Its language model is trained in both ways of reading it, and the folder loads by itself."""
-    image = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
-    image |= {"model_type": "clip_vision_model", "num_hidden_layers": 1}
-    config = AutoConfig.for_model(
-        "llava", text_config=AutoConfig.from_pretrained(model_dir).to_dict(), vision_config=image, image_token_index=61
-    )
-    AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path / "base")
+    build_multimodal("llava").save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "base")
     made = []
     for mode in ("joint", "streaming"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import reduce
 
 import pytest
 import torch
@@ -123,15 +124,37 @@ def gradients():
 
 @pytest.fixture(scope="session")
 def run_settings(model_dir, data_file):
-    """Configuration values of a run of `linearize` that takes a few seconds."""
+    """Of a run of `linearize` that takes a few seconds; with dropout, so that resuming needs its random state."""
     stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 6, "eval_every": 3, "checkpoint_every": 2}
     return {
         "model": {"path": str(model_dir), "device": "cpu"},
         "attention": {"window_size": 4},
         "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
         "transfer": stage,
-        "adjust": stage | {"lr": 1e-2},
+        "adjust": stage | {"lr": 1e-2, "lora_dropout": 0.1},
     }
+
+
+@pytest.fixture(scope="session")
+def run(run_settings):
+    """run(output, *changes, console, **options) -> the report of `linearize` with changed settings."""
+    from rich.console import Console
+
+    from lolcats.config import LinearizeConfig, merge
+    from lolcats.pipeline import linearize
+
+    def call(output, *changes, **options):
+        config = LinearizeConfig.from_dict(reduce(merge, changes, run_settings))
+        return linearize(config, output, **{"console": Console(quiet=True), **options})
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def finished(run, tmp_path_factory):
+    """A run's output folder and report."""
+    output = tmp_path_factory.mktemp("finished") / "out"
+    return output, run(output)
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from lolcats import self_data
-from lolcats.config import DataSource, LinearizeConfig, ModelSection
+from lolcats.config import DataSource, ModelSection
 from lolcats.errors import UserError
-from lolcats.pipeline import linearize
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + ' <eos> ' }}{% endfor %}"
@@ -79,15 +78,10 @@ def test_prompts_that_the_user_gives(chat_dir, tmp_path):
     assert all(row["messages"][-1] != old for row in written)
 
 
-def test_linearize_without_data(chat_dir, tmp_path):
-    values = {
-        "model": {"path": str(chat_dir), "device": "cpu"},
-        "attention": {"window_size": 8},
-        "data": {"sources": [{"path": "self", "max_rows": 60}], "sequence_length": 32, "validation_rows": 4},
-        "transfer": {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2},
-        "adjust": {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2},
-    }
-    report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=Console(quiet=True))
+def test_linearize_without_data(run, chat_dir, tmp_path):
+    source = {"sources": [{"path": "self", "max_rows": 60}], "sequence_length": 32, "validation_rows": 4}
+    short = {"data": source, "transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}
+    report = run(tmp_path / "out", short, {"model": {"path": str(chat_dir)}})
     (about,) = report["data"]["written"]
     assert about["rows"] > 5
     assert (tmp_path / "out" / "model.safetensors").is_file()

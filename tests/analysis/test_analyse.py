@@ -24,25 +24,26 @@ FAMILIES = {"llama3": {}, "qwen3": {}, "gemma2": {"layer_types": ["full_attentio
 def analysis(finished, data_file):
     """Written by the command, whose table has each layer's error."""
     options = ["--data", str(data_file), "--sequence-length", "48", "--max-sequences", "3", "--device", "cpu"]
-    result = CliRunner().invoke(app, ["analyse", str(finished), *options])
+    result = CliRunner().invoke(app, ["analyse", str(finished[0]), *options])
     assert result.exit_code == 0, result.output
-    found = json.loads((finished / "analysis.json").read_text())
+    found = json.loads((finished[0] / "analysis.json").read_text())
     assert f"{found['mse'][1]:.3g}" in result.stdout
     return found
 
 
-def test_errors_agree_with_the_loss_of_stage_1(make_run, held_out, run_settings):
+def test_errors_agree_with_the_loss_of_stage_1(run, held_out, run_settings, tmp_path):
     """The training report's per-layer losses are 1000 * MSE on the validation split."""
-    finished = make_run({"adjust": {"enabled": False}})
-    losses = json.loads((finished / "lolcats_report.json").read_text())["stages"]["transfer"]["layer_losses"]
+    losses = run(tmp_path / "out", {"adjust": {"enabled": False}})["stages"]["transfer"]["layer_losses"]
     rows = held_out.sources[0].model_copy(update={"max_rows": run_settings["data"]["validation_rows"]})
     section = held_out.model_copy(update={"validation_sequences": None, "sources": [rows]})
     # The evaluation split also has the incomplete last sequence, so that the two agree only about.
-    assert analyse(finished, section)["mse"] == pytest.approx([losses[str(x)] / 1000 for x in (0, 1)], rel=0.2)
+    assert analyse(tmp_path / "out", section)["mse"] == pytest.approx(
+        [loss / 1000 for loss in losses.values()], rel=0.2
+    )
 
 
 def test_shares_and_maps_are_consistent(analysis, finished):
-    assert str(finished.parent) not in json.dumps(analysis)
+    assert str(finished[0].parent) not in json.dumps(analysis)
     share, maps = analysis["linear_share"], analysis["maps"]["maps"]
     for layer in range(2):
         assert sum(share["by_distance"][layer]) == pytest.approx(1, abs=1e-5)
@@ -60,9 +61,10 @@ def test_shares_and_maps_are_consistent(analysis, finished):
     assert maps[0]["softmax"] != maps[0]["hybrid"]
 
 
-def test_a_linear_part_alone_has_all_the_weight(make_run, held_out):
+def test_a_linear_part_alone_has_all_the_weight(run, held_out, tmp_path):
     attention = {"window_size": 0, "feature_map": "t2r", "exact": [0]}
-    values = analyse(make_run({"attention": attention, "adjust": {"enabled": False}}), held_out)
+    run(tmp_path / "out", {"attention": attention, "adjust": {"enabled": False}})
+    values = analyse(tmp_path / "out", held_out)
     assert values["layers"] == [1]
     assert values["linear_share"]["share"] == pytest.approx([1], abs=0.02)  # ReLU leaves single queries without any
 
@@ -100,8 +102,8 @@ def test_bins_are_exact_at_powers_of_two(device):
 
 def test_a_folder_without_a_report_is_analysed_and_others_are_refused(finished, held_out, model_dir, tmp_path):
     bare = tmp_path / "bare"
-    shutil.copytree(finished, bare, ignore=shutil.ignore_patterns("run", "lolcats_report.json"))
-    assert analyse(bare, held_out)["mse"] == pytest.approx(analyse(finished, held_out)["mse"], rel=1e-4)
+    shutil.copytree(finished[0], bare, ignore=shutil.ignore_patterns("run", "lolcats_report.json"))
+    assert analyse(bare, held_out)["mse"] == pytest.approx(analyse(finished[0], held_out)["mse"], rel=1e-4)
     with pytest.raises(UserError, match="not a linearized model"):
         analyse(model_dir, held_out)
     with pytest.raises(UserError, match="not a folder"):

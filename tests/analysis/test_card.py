@@ -26,7 +26,7 @@ def _measured(name, score, needle):
 
 @pytest.fixture
 def folder(finished, tmp_path):
-    return shutil.copytree(finished, tmp_path / "out", ignore=shutil.ignore_patterns("analysis.json"))
+    return shutil.copytree(finished[0], tmp_path / "out", ignore=shutil.ignore_patterns("analysis.json"))
 
 
 def charts(card):

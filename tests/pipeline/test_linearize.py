@@ -30,18 +30,12 @@ from lolcats.training.run_folder import FolderLock
 
 
 @pytest.fixture(scope="session")
-def finished(run, tmp_path_factory):
-    output = tmp_path_factory.mktemp("finished") / "out"
-    return output, run(output)
-
-
-@pytest.fixture(scope="session")
-def measure(settings):
+def measure(run_settings):
     """measure(model) -> its perplexity on the validation data."""
 
     def call(model):
-        data = LinearizeConfig.from_dict(settings).data
-        tokenizer = AutoTokenizer.from_pretrained(settings["model"]["path"])
+        data = LinearizeConfig.from_dict(run_settings).data
+        tokenizer = AutoTokenizer.from_pretrained(run_settings["model"]["path"])
         return dataset_perplexity(model, build_datasets(data, tokenizer, seed=0, progress=False)[1])["perplexity"]
 
     return call
@@ -273,7 +267,7 @@ def test_an_interruption_promises_a_resume_only_where_there_is_one(run, tmp_path
             run(tmp_path / "out", overwrite=True)
 
 
-def test_a_refused_resume_writes_nothing(run, settings, finished, tmp_path):
+def test_a_refused_resume_writes_nothing(run, run_settings, finished, tmp_path):
     """Nor with other rows in the same file, and with other weights under the same path."""
     shutil.copytree(finished[0], tmp_path / "out")
     for changes, named in [
@@ -286,8 +280,8 @@ def test_a_refused_resume_writes_nothing(run, settings, finished, tmp_path):
         with pytest.raises(UserError, match=named):
             run(tmp_path / "out", changes, resume=True)
         assert snapshot(tmp_path / "out") == before
-    base, records = shutil.copytree(settings["model"]["path"], tmp_path / "base"), tmp_path / "records.jsonl"
-    lines = Path(settings["data"]["sources"][0]["path"]).read_text().splitlines(True)
+    base, records = shutil.copytree(run_settings["model"]["path"], tmp_path / "base"), tmp_path / "records.jsonl"
+    lines = Path(run_settings["data"]["sources"][0]["path"]).read_text().splitlines(True)
     records.write_text("".join(lines))
     own = merge(SHORT, {"model": {"path": str(base)}, "data": {"sources": [{"path": str(records)}]}})
     run(tmp_path / "own", own)
@@ -303,9 +297,9 @@ def test_a_refused_resume_writes_nothing(run, settings, finished, tmp_path):
     assert snapshot(tmp_path / "own") == before
 
 
-def test_a_resumed_run_measures_as_a_new_one(run, settings, tmp_path):
+def test_a_resumed_run_measures_as_a_new_one(run, run_settings, tmp_path):
     """Other validation rows in the same file, and another budget of exact heads, with the same stages."""
-    source = {"sources": settings["data"]["sources"]}
+    source = {"sources": run_settings["data"]["sources"]}
     records = tmp_path / "records.jsonl"
     lines = Path(source["sources"][0]["path"]).read_text().splitlines(True)
     records.write_text("".join(lines))
@@ -328,12 +322,12 @@ def test_resuming_a_finished_run_trains_nothing(run, finished):
     assert (output / "model.safetensors").read_bytes() == before
 
 
-def test_automatic_offset_goes_as_far_as_the_model(run, settings, tmp_path):
+def test_automatic_offset_goes_as_far_as_the_model(run, run_settings, tmp_path):
     printed = io.StringIO()
     report = run(tmp_path / "out", SHORT, {"data": {"position_offset": "auto"}}, console=Console(file=printed))
     assert "positions trained: transfer up to 128, of the model's 128\n" in printed.getvalue()
     assert report["data"]["positions"] == 128
-    base = load_base_model(LinearizeConfig.from_dict(settings).model)[0]
+    base = load_base_model(LinearizeConfig.from_dict(run_settings).model)[0]
     for length, offset in ((12, 84), (48, 80), (128, 0)):  # seven sequences, or what is left of 128 positions
         data = DataSection(sequence_length=length, position_offset="auto")
         assert fit_positions(data, base).position_offset == offset
@@ -359,13 +353,13 @@ def test_stage_1_of_another_run_is_refused_where_there_is_none(run, finished, tm
         run(tmp_path / "out", {"transfer": {"enabled": False}}, transfer_from=finished[0])
 
 
-def test_four_bits_are_refused_where_they_cannot_be(run, settings, tmp_path, monkeypatch):
+def test_four_bits_are_refused_where_they_cannot_be(run, run_settings, tmp_path, monkeypatch):
     four = {"load_in_4bit": True}
     with pytest.raises(UserError, match=r"adjust.method=full trains all weights"):
         run(tmp_path / "out", {"model": four, "adjust": {"method": "full"}})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'lolcats\[quant\]'"):
-        load_base_model(ModelSection(**settings["model"] | four))
+        load_base_model(ModelSection(**run_settings["model"] | four))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -397,9 +391,9 @@ def test_a_multimodal_model_end_to_end(run, model_dir, tmp_path):
         torch.testing.assert_close(made[1][name], tensor, rtol=1e-3, atol=1e-4)  # float32 over twelve steps
 
 
-def test_stage_2_may_have_its_own_data(run, settings, finished, tmp_path):
+def test_stage_2_may_have_its_own_data(run, run_settings, finished, tmp_path):
     """Its perplexity is measured on the run's data all the same, and stage 1 is that of a run without."""
-    mixture = [{"path": "data.sources", "weight": 2.0}, settings["data"]["sources"][0] | {"loss_on": "all"}]
+    mixture = [{"path": "data.sources", "weight": 2.0}, run_settings["data"]["sources"][0] | {"loss_on": "all"}]
     own = {"sources": mixture, "sequence_length": 256}  # of a model with 128 positions
     report = run(tmp_path / "out", {"adjust": {"data": own}}, transfer_from=finished[0])
     assert report["data"]["adjust"]["sequence_length"] == 128

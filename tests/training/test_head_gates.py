@@ -7,11 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from lolcats.config import GatesSection
 from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import heads_in_budget
+from lolcats.modeling.call import AttentionCall
+from lolcats.pipeline import select_heads
 from lolcats.training.head_gates import GateStage
 from lolcats.training.loop import Trainer, train
 
@@ -134,8 +138,6 @@ def test_heads_made_exact_later_equal_those_converted_so(linearized):
         for parameter in module.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
     ids = torch.arange(2, 32)[None]
-    from lolcats.modeling.call import AttentionCall
-
     gates = {0: torch.tensor([1.0, 0.0]), 1: torch.tensor([1.0, 1.0])}
     with torch.no_grad():
         expected = model(ids, attention_call=AttentionCall(gates=gates), use_cache=False).logits
@@ -154,26 +156,14 @@ def haystack(tmp_path):
     return str(file)
 
 
-def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, tmp_path):
-    from rich.console import Console
-    from transformers import AutoModelForCausalLM
-
-    from lolcats.config import LinearizeConfig
-    from lolcats.pipeline import linearize, select_heads
-
+def test_linearize_spends_a_budget_and_resumes(run, haystack, tmp_path):
     stage = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2, "eval_every": 2}
-    config = LinearizeConfig.from_dict(
-        {
-            "model": {"path": str(model_dir), "device": "cpu"},
-            "attention": {"window_size": 4, "exact": "50%"},
-            "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
-            "transfer": stage,
-            "gates": stage | {"haystack": haystack, "sequence_length": 512},
-            "adjust": stage,
-        }
-    )
-    console = Console(quiet=True)
-    report = linearize(config, tmp_path / "out", console=console)
+    stages = {"transfer": stage, "gates": stage | {"haystack": haystack, "sequence_length": 512}, "adjust": stage}
+
+    def spend(name, budget, **options):
+        return run(tmp_path / name, stages, {"attention": {"exact": budget}}, **options)
+
+    report = spend("out", "50%")
     chosen = report["gates"]["chosen"]
     assert sum(map(len, chosen.values())) == 2
     assert list(report["perplexity"]) == ["teacher", "swapped", "transfer", "gates", "adjust"]
@@ -183,25 +173,23 @@ def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, t
     card = (tmp_path / "out" / "README.md").read_text()
     assert "A partly linear version" in card
     assert f"{report['cache']['bytes'] / 2**20:.1f} MiB" in card
-    again = linearize(config, tmp_path / "out", resume=True, console=console)
+    again = spend("out", "50%", resume=True)
     assert again["perplexity"] == report["perplexity"]
-    found = select_heads(tmp_path / "out", budget="25%", console=console)
+    found = select_heads(tmp_path / "out", budget="25%", console=Console(quiet=True))
     assert found.gates == report["gates"]["values"]
     assert (found.counts, sum(map(len, found.chosen.values()))) == ([0, 1, 2, 4], 1)
     assert found.divergences[-1] == pytest.approx(0, abs=1e-5)
     assert max(found.divergences[:3]) > 1e-3
     assert sorted(found.cache_bytes) == found.cache_bytes
     # the gates do not depend on the budget, and stage 1 neither
-    other = config.model_copy(update={"attention": config.attention.__class__(window_size=4, exact=["25%"])})
-    smaller = linearize(other, tmp_path / "other", transfer_from=tmp_path / "out", console=console)
+    smaller = spend("other", "25%", transfer_from=tmp_path / "out")
     assert smaller["perplexity"]["transfer"] == report["perplexity"]["transfer"]
     assert smaller["stages"]["gates"] == report["stages"]["gates"]  # taken, not learned again: the seconds are the same
     assert smaller["gates"]["values"] == report["gates"]["values"]
     assert len(smaller["exact_heads"]) == 1
-    every = config.model_copy(update={"attention": config.attention.__class__(window_size=4, exact=["99%"])})
-    every.data.sources[0].path = str(tmp_path / "missing.jsonl")
+    missing = {"data": {"sources": [{"path": "missing.jsonl"}]}}
     with pytest.raises(UserError, match="all 4 KV heads"):
-        linearize(every, tmp_path / "every", console=console)
+        run(tmp_path / "every", stages, missing, {"attention": {"exact": "99%"}})
     assert not (tmp_path / "every").exists()  # refused before data are read
     with pytest.raises(UserError, match=r"every has no run/config\.yaml: name the output folder"):
-        select_heads(tmp_path / "every", console=console)
+        select_heads(tmp_path / "every", console=Console(quiet=True))

@@ -65,6 +65,14 @@ def data_file(tmp_path_factory):
     return file
 
 
+@pytest.fixture(scope="session")
+def haystack(tmp_path_factory):
+    """A file of text in the model's words."""
+    file = tmp_path_factory.mktemp("haystack") / "text.txt"
+    file.write_text("\n\n".join(f"w{n % 60} w{n * 7 % 60} w{n * 11 % 59}" for n in range(2000)))
+    return str(file)
+
+
 @pytest.fixture
 def linearized(model_dir, data_file):
     """build(device, loss_on, **attention) -> `model_dir`, converted, with training and validation data."""

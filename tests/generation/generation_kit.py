@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import COMMON, FAMILIES
+from family_models import COMMON, FAMILIES, randomised
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -73,10 +73,7 @@ def make_model(
     # An end token that comes often enough for tests.
     base.get_output_embeddings().weight.data[EOS] *= 1.2
     model = convert(base, AttentionConfig(**({"window": "terraced", "window_size": 3} | (attention or {}))))
-    for _, module in model.linear_layers():
-        for parameter in module.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return model.to(dtype)
+    return randomised(model).to(dtype)
 
 
 def random_tokens(length: int, seed: int) -> list[int]:

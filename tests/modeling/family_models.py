@@ -248,9 +248,14 @@ def linearized(original: PreTrainedModel, **attention: Any) -> Any:
     """A converted copy with feature maps away from their regular start."""
     model = convert(copy.deepcopy(original), AttentionConfig(**attention))
     torch.manual_seed(2)
+    return randomised(model)
+
+
+def randomised(model: Any, scale: float = 0.3) -> Any:
+    """The linearized model, of which each linear parameter is moved."""
     for _, module in model.linear_layers():
         for parameter in module.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
+            parameter.data += scale * torch.randn_like(parameter)
     return model
 
 

@@ -65,14 +65,6 @@ def configure(settings):
 
 
 @pytest.fixture(scope="session")
-def haystack(tmp_path_factory):
-    """A file of text in the model's words."""
-    file = tmp_path_factory.mktemp("haystack") / "text.txt"
-    file.write_text("\n\n".join(f"w{n % 60} w{n * 7 % 60} w{n * 11 % 59}" for n in range(2000)))
-    return str(file)
-
-
-@pytest.fixture(scope="session")
 def half_exact(haystack):
     """Changes of settings: half of the heads are to be exact."""
     return {"attention": {"exact": "50%"}, "gates": {"haystack": haystack, "sequence_length": 512}}

@@ -1,17 +1,15 @@
 """Gates between softmax and hybrid attention, and the heads that they choose."""
 
-import json
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from family_models import randomised
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lolcats.config import GatesSection
-from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import heads_in_budget
 from lolcats.modeling.call import AttentionCall
@@ -25,12 +23,8 @@ def gate_stage(linearized):
     def build(**section):
         model, data, validation = linearized(loss_on="all")
         torch.manual_seed(5)
-        for _, module in model.linear_layers():
-            for parameter in module.parameters():
-                parameter.data += torch.randn_like(parameter)
-        assert isinstance(data, PackedDataset)
         settings = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 12, "eval_every": 12, **section}
-        return GateStage(model, GatesSection(**settings), validation), data
+        return GateStage(randomised(model, 1.0), GatesSection(**settings), validation), data
 
     return build
 
@@ -132,11 +126,7 @@ def test_budgets(linearized):
 
 def test_heads_made_exact_later_equal_those_converted_so(linearized):
     """And the feature maps of the others stay as they are."""
-    model = linearized()[0].eval()
-    torch.manual_seed(5)
-    for _, module in model.linear_layers():
-        for parameter in module.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
+    model = randomised(linearized()[0].eval())
     ids = torch.arange(2, 32)[None]
     gates = {0: torch.tensor([1.0, 0.0]), 1: torch.tensor([1.0, 1.0])}
     with torch.no_grad():
@@ -145,15 +135,6 @@ def test_heads_made_exact_later_equal_those_converted_so(linearized):
         model.set_exact({1: [0]})
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert model.config.exact_heads == ["0.0", "1"] == list(model.config.attention.exact)
-
-
-@pytest.fixture
-def haystack(tmp_path):
-    file = tmp_path / "haystack.jsonl"
-    draw = random.Random(0)
-    rows = [{"text": " ".join(f"w{draw.randrange(60)}" for _ in range(200))} for _ in range(20)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return str(file)
 
 
 def test_linearize_spends_a_budget_and_resumes(run, haystack, tmp_path):

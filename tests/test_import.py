@@ -163,37 +163,19 @@ def test_adapters_of_peft_and_tensors_in_safetensors(model_dir, tmp_path):
 
 
 FIRST, SECOND = (PATH.format(layer) for layer in (0, 1))
+LORA_B = f"base_model.model.{FIRST}.o_proj.lora_B.default.weight"
+OTHER_SHAPE = {f"{FIRST}.window_factors": torch.zeros(1, 2, 1, 1)}
+CONVOLUTION = {f"{SECOND}.short_conv": torch.zeros(3)}
 MISTAKES = [
-    (
-        lambda run: run.stage_1.pop(f"{SECOND}.feature_map_k.mlp.layer"),
-        r"no tensor layers\.1\S*\.feature_map_k\.mlp\.layer",
-    ),
-    (
-        lambda run: run.stage_2.pop(f"base_model.model.{FIRST}.o_proj.lora_B.default.weight"),
-        r"no tensor layers\.0\.self_attn\.o_proj\.lora_B\.weight",
-    ),
-    (
-        lambda run: run.stage_1.update({f"{SECOND}.short_conv.weight": torch.zeros(3)}),
-        r"no place for the tensors layers\.1\.self_attn\.short_conv\.weight",
-    ),
-    (
-        lambda run: run.stage_1.update({f"{FIRST}.window_factors": torch.zeros(1, 2, 1, 1)}),
-        r"layers\.0\.self_attn\.window_factors has shape \[1, 2, 1, 1\]; expected \[1, 4, 1, 1\]",
-    ),
-    (
-        lambda run: run.finetune["kwargs"].update(r=4),
-        r"q_proj\.lora_A\.weight has shape \[2, 32\]; expected \[4, 32\]",
-    ),
+    (lambda run: run.stage_1.pop(f"{SECOND}.feature_map_k.mlp.layer"), r"no tensor layers\.1\S*\.feature_map_k"),
+    (lambda run: run.stage_2.pop(LORA_B), r"no tensor layers\.0\.self_attn\.o_proj\.lora_B"),
+    (lambda run: run.stage_1.update(CONVOLUTION), r"no place for the tensors layers\.1\.self_attn\.short_conv"),
+    (lambda run: run.stage_1.update(OTHER_SHAPE), r"window_factors has shape \[1, 2, 1, 1\]; expected \[1, 4, 1, 1\]"),
+    (lambda run: run.finetune["kwargs"].update(r=4), r"q_proj\.lora_A\S* has shape \[2, 32\]; expected \[4, 32\]"),
     (lambda run: setattr(run, "finetune", None), "`finetune`"),
-    (
-        lambda run: run.attention.update(affine_attention_factors=True),
-        "affine_attention_factors=True cannot be imported: expected False",
-    ),
+    (lambda run: run.attention.update(affine_attention_factors=True), "affine_attention_factors=True .*expected False"),
     (lambda run: run.attention.update(attention_type="lolcats_llama_window_sw_scale"), "lolcats_llama_window_sw_scale"),
-    (
-        lambda run: run.stage_1.update({f"{FIRST}.window_factors": "0.1"}),
-        r"something else than named tensors: model\.layers\.0",
-    ),
+    (lambda run: run.stage_1.update({f"{FIRST}.window_factors": "0.1"}), r"else than named tensors: model\.layers\.0"),
     (lambda run: run.stage_1.update(x=Run), "something else than named tensors, which is not loaded"),
 ]
 

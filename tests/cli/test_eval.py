@@ -7,11 +7,7 @@ import pytest
 REPORT = {
     "teacher": "base",
     "models": [
-        {
-            "model": name,
-            "tasks": {"piqa": {"value": value, "stderr": 0.01, "metric": "acc"}},
-            "averages": {},
-        }
+        {"model": name, "tasks": {"piqa": {"value": value, "stderr": 0.01, "metric": "acc"}}, "averages": {}}
         for name, value in (("base", 0.5), ("out/", 0.25))
     ],
     "settings": {"limit": None},
@@ -42,22 +38,8 @@ def test_models_are_compared_with_the_teacher_and_the_report_is_kept(cli, calls,
     assert calls[0][1].tasks == ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "mmlu")
     assert all(shown in result.stdout for shown in ("50.00", "-25.00", "% of the Transformer"))
     file = tmp_path / "report.json"
-    result = cli(
-        *(
-            "eval",
-            "out/",
-            "base",
-            "--teacher",
-            "base",
-            "--tasks",
-            "passkey,recall",
-            "--lengths",
-            "512,64",
-            "--limit",
-            5,
-        ),
-        *("--run-code", "--data", "x.jsonl", "--no-apply-chat-template", "-o", file, "--json"),
-    )
+    words = "out/ base --teacher base --tasks passkey,recall --lengths 512,64 --limit 5 --run-code --data x.jsonl"
+    result = cli("eval", *words.split(), "--no-apply-chat-template", "-o", file, "--json")
     assert result.exit_code == 0, result.output
     models, options = calls[1]
     assert models == ["base", "out/"]  # the teacher first, and once

@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
 from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks
-from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks, task_manager
+from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks
 
 NAMES = list(PAPER_NAMES)
 
@@ -98,12 +98,3 @@ def test_broken_data(tmp_path, text, message):
     (tmp_path / "piqa" / "validation.jsonl").write_text(text)
     with pytest.raises(UserError, match=message):
         load_tasks(["piqa"], str(tmp_path), seed=0)
-
-
-def test_missing_lm_eval(monkeypatch):
-    task_manager.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
-    with pytest.raises(UserError, match="pip install"):
-        task_manager()
-    monkeypatch.undo()
-    task_manager.cache_clear()

@@ -12,7 +12,7 @@ from lolcats.evaluation import ruler, suite
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.suite import evaluate_models
 from lolcats.evaluation.tables import add_averages, tables
-from lolcats.evaluation.tasks import PAPER_NAMES
+from lolcats.evaluation.tasks import PAPER_NAMES, task_manager
 
 
 @pytest.fixture
@@ -28,12 +28,16 @@ def text(tmp_path):
     return DataSection.model_validate({"sources": [{"path": str(file)}], "sequence_length": 64})
 
 
-def test_ruler_without_lm_eval_is_refused(monkeypatch):
+@pytest.mark.parametrize("task", ["ruler", "piqa"])
+def test_without_lm_eval_the_extra_is_named(task, monkeypatch):
+    definitions = ruler._definition, task_manager
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    ruler._definition.cache_clear()
+    for cached in definitions:
+        cached.cache_clear()
     with pytest.raises(UserError, match="pip install 'lolcats"):
-        suite.check(EvalOptions(tasks=("ruler",)))
-    ruler._definition.cache_clear()
+        suite.check(EvalOptions(tasks=(task,)))
+    for cached in definitions:
+        cached.cache_clear()
 
 
 def test_task_lists():

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from lolcats.generation import sampling
-from lolcats.generation.sampling import SamplingParams, choose, inverse_cdf, logprobs_of
+from lolcats.generation.sampling import SamplingParams, choose, logprobs_of
 
 VOCABULARY = 300
 CASES = [
@@ -80,11 +80,6 @@ def test_rows_that_are_not_finite(bad, temperature):
     scores[1, :] = 0.0
     scores[1, 5] = torch.nan  # one is enough
     assert choose(scores, params, [0.5] * 3)[1] == -1
-
-
-def test_inverse_cdf_takes_possible_tokens_only():
-    probability = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0, 0.0]] * 5)
-    assert inverse_cdf(probability, [0.0, 0.249, 0.25, 0.9, 1.0]).tolist() == [1, 1, 3, 3, 3]
 
 
 BAD = {

@@ -181,18 +181,9 @@ def test_trainer_does_a_step(make_linear, kit, tmp_path):
     model = make_linear()
     before = copy.deepcopy(model.state_dict())
     data = [{"input_ids": row, "labels": row, "unused": 1} for row in kit.tokens(4, 10)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "trainer"),
-        max_steps=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        save_strategy="steps",
-        save_steps=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    steps = {"max_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(tmp_path / "trainer"), learning_rate=1e-2, **steps, **quiet)
     trainer = Trainer(model=model, args=arguments, train_dataset=data)
     assert trainer.train().training_loss > 0
     assert trainer.evaluate(eval_dataset=data)["eval_loss"] > 0

@@ -140,23 +140,16 @@ def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
     assert_same(served.answers(PROMPTS), transformers_answers(path))
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [
-        {"window": "sliding", "window_size": 20, "sinks": 3},
-        {"share_state": "query_head", "feature_map": "t2r", "feature_dim": 24},
-        {"window_size": 0},
-        {"feature_map": None, "sinks": 2},
-        {"linear_length_cap": 40, "sinks": 1},
-    ],
-    ids=[
-        "sliding-sinks",
-        "query-heads-t2r",
-        "no-window",
-        "no-linear-part",
-        "linear_length_cap",
-    ],
-)
+KINDS = {
+    "sliding-sinks": {"window": "sliding", "window_size": 20, "sinks": 3},
+    "query-heads-t2r": {"share_state": "query_head", "feature_map": "t2r", "feature_dim": 24},
+    "no-window": {"window_size": 0},
+    "no-linear-part": {"feature_map": None, "sinks": 2},
+    "linear_length_cap": {"linear_length_cap": 40, "sinks": 1},
+}
+
+
+@pytest.mark.parametrize("attention", KINDS.values(), ids=KINDS)
 def test_kinds_of_states(folder, serve, attention) -> None:
     path = folder(attention=attention)
     served = serve(path, enable_prefix_caching=True, block_size=32, mamba_block_size=32, max_num_batched_tokens=100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class ShardReader:
-    """The tensors of a checkpoint folder, by name; files are opened when a tensor of theirs is asked for.
+    """The tensors of a checkpoint folder, by name.
 
     Args:
         folder: with `model.safetensors`, or shards and their index.
@@ -40,13 +39,11 @@ class ShardReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[str, Any] = {}
-        index = folder / INDEX
+        self.folder, index = folder, folder / INDEX
         if index.is_file():
             self.file_of = _read_index(index)
         elif (folder / SINGLE).is_file():
-            self.file_of = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+            self.file_of = dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
         else:
             raise UserError(
                 f"{folder} has neither {SINGLE} nor {INDEX}. Only safetensors are read block by block; convert other"
@@ -61,24 +58,19 @@ class ShardReader:
         """The tensor `name`, not read yet: `[...]` reads it."""
         file = self.file_of[name]
         try:
-            return self._handle(file).get_slice(name)
+            return self._opened(file).get_slice(name)
         except SafetensorError as error:
             raise UserError(
                 f"{self.folder / file} does not hold the tensor {name}, which {INDEX} promises ({error}). Download the"
                 " file again"
             ) from error
 
-    def close(self) -> None:
-        self._open.clear()
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            path = self.folder / file
-            try:
-                self._open[file] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is damaged: {error}. Download the file again") from error
-        return self._open[file]
+    def _opened(self, file: str) -> Any:
+        path = self.folder / file
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged: {error}. Download the file again") from error
 
 
 class BaseCheckpoint:
@@ -104,31 +96,28 @@ class BaseCheckpoint:
         self._text_names = renamings[: len(TEXT_NAMES)]  # they come first
         self._target: dict[str, str] = {}  # name in the files -> in the model; of several places, one
         self._converted: set[str] = set()
-        with closing(ShardReader(folder)) as reader:
-            for name in reader.file_of:
-                target, rule = rename_source_key(name, renamings, converters, base.base_model_prefix, self._shapes)
-                self._target[name] = name if target not in self._shapes and name in self._shapes else target
-                if rule is not None:
-                    self._converted.add(name)
-            self.tied = self._tied(reader)
+        reader = ShardReader(folder)
+        for name in reader.file_of:
+            target, rule = rename_source_key(name, renamings, converters, base.base_model_prefix, self._shapes)
+            self._target[name] = name if target not in self._shapes and name in self._shapes else target
+            if rule is not None:
+                self._converted.add(name)
+        self.tied = self._tied(reader)
 
     def load(self, parts: Sequence[str], device: torch.device) -> None:
         """Put the weights of the submodules `parts` ("model.layers.3") on the device."""
         prefixes = tuple(f"{part}." for part in parts)
         wanted = {name for name in self._shapes if name.startswith(prefixes) and ".linear_attention." not in name}
+        reader = ShardReader(self.folder)
+        slices = {name: reader.slice(name) for name, to in self._target.items() if to.startswith(prefixes)}
+        how = LoadStateDictConfig(
+            device_map={"": device},
+            dtype=self.base.dtype,
+            dtype_plan=self.base._get_dtype_plan(self.base.dtype),
+            weight_mapping=self._rules,  # type: ignore[arg-type]  # a base class of what is declared
+        )
         try:
-            with closing(ShardReader(self.folder)) as reader:
-                slices = {name: reader.slice(name) for name, to in self._target.items() if to.startswith(prefixes)}
-                info, _ = convert_and_load_state_dict_in_model(
-                    self.base,
-                    slices,
-                    LoadStateDictConfig(
-                        device_map={"": device},
-                        dtype=self.base.dtype,
-                        dtype_plan=self.base._get_dtype_plan(self.base.dtype),
-                        weight_mapping=self._rules,  # type: ignore[arg-type]  # a base class of what is declared
-                    ),
-                )
+            info, _ = convert_and_load_state_dict_in_model(self.base, slices, how)
         except (SafetensorError, OSError) as error:
             raise UserError(f"a file of {self.folder} cannot be read: {error}. Download it again") from error
         if info.mismatched_keys:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -137,9 +137,9 @@ def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[st
     Adapters trained on weights in 4 bits are merged into the exact ones: rounded to 4 bits again, their small
     changes would mostly vanish.
     """
-    with closing(ShardReader(folder)) as reader:
-        for name, own in BaseCheckpoint(model.model, folder).own_names().items():
-            yield f"{_PREFIX}{own}", reader.slice(name)[:].to(model.dtype)
+    reader = ShardReader(folder)
+    for name, own in BaseCheckpoint(model.model, folder).own_names().items():
+        yield f"{_PREFIX}{own}", reader.slice(name)[:].to(model.dtype)
     for name, tensor in model.state_dict().items():
         if _MAPS in name:
             yield name, tensor

@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
+from lolcats.modeling.remote_code import AUTO_MAP
 
 TESTED = "5.17", "5.25"
 """From which release of transformers on this was tested, and before which; as in pyproject.toml."""
@@ -137,9 +138,9 @@ class LolcatsConfig(transformers.PreTrainedConfig):
         """Does nothing: the model's save_pretrained writes the code, with that of the configuration."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As any configuration's; settings and layers as plain values."""
+        """As any configuration's; settings and layers as plain values, and where the model's code is."""
         plain = {"attention": asdict(self.attention), "layer_heads": [asdict(layer) for layer in self.layer_heads]}
-        return super().to_dict() | plain
+        return super().to_dict() | plain | {"auto_map": AUTO_MAP}
 
     def __getattr__(self, name: str) -> Any:
         text_config = self.__dict__.get("text_config")

@@ -6,8 +6,6 @@ the files of one flat folder. `modeling_lolcats.py` takes the installed package 
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from functools import cache
 from importlib.util import find_spec
@@ -20,6 +18,7 @@ CLASSES = {
     "AutoModelForCausalLM": "LolcatsForCausalLM",
     "AutoModelForSequenceClassification": "LolcatsForSequenceClassification",
 }
+AUTO_MAP = {auto_class: f"{ENTRY}.{name}" for auto_class, name in CLASSES.items()}
 PATTERNS = (f"{ENTRY}.py", "lolcats_*.py")
 
 _CONFIGURATION, _MODEL = "lolcats.modeling.configuration", "lolcats.modeling.model"
@@ -36,19 +35,9 @@ except ModuleNotFoundError:
 
 
 def write_code(folder: Path) -> None:
-    """Write the source files into an exported `folder` and name them in its config.json.
-
-    Raises:
-        OSError: `folder` has no config.json or cannot be written.
-    """
+    """Write the source files, which the configuration names, into a folder for a model."""
     for name, source in source_files().items():
         (folder / name).write_text(source, encoding="utf-8")
-    config_file = folder / "config.json"
-    auto_map = {auto_class: f"{ENTRY}.{name}" for auto_class, name in CLASSES.items()}
-    config = json.loads(config_file.read_text()) | {"auto_map": auto_map}
-    unfinished = config_file.with_suffix(".json.tmp")
-    unfinished.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    os.replace(unfinished, config_file)
 
 
 @cache

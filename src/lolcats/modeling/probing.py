@@ -56,9 +56,12 @@ def probe(model: PreTrainedModel) -> list[AttentionLayer]:
     """
     calls: Calls = {}
 
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        calls.setdefault(module, []).append((q, k, v, kwargs))
-        return v.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[3]), None
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        calls.setdefault(module, []).append((query, key, value, kwargs))
+        batch, heads, tokens, _ = query.shape
+        return value.new_zeros(batch, tokens, heads, value.shape[3]), None
 
     before, training = model.config._attn_implementation, model.training
     ALL_ATTENTION_FUNCTIONS[_PROBE] = attend

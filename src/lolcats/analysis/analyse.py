@@ -100,6 +100,8 @@ def measure(
 
     def observe(module: Any, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: Any) -> None:
         nonlocal longest
+        if module is None:
+            return
         plain_call = {key: value for key, value in call.items() if key != "sliding_window"}
         error_BHTD = module(q, k, v, **plain_call)[0].float() - y_softmax.float()
         add("mse", layer_idx, error_BHTD.square().mean(dim=(2, 3)).sum(0))

@@ -13,16 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
-from lolcats.modeling.attention import lolcats_attention, lolcats_mask
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.softmax import softmax_attention
-
-NAME = "lolcats_effective_length"
 
 
 def query_lengths(q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
@@ -43,46 +39,29 @@ def query_lengths(q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
 
 
 @torch.no_grad()
-def sequence_lengths(model: Any, input_ids_BT: Tensor) -> Tensor:
-    """Effective sequence length of each sequence under the model's softmax attention: [B] float32, in tokens.
-
-    Args:
-        model: a transformers decoder, or a linearized one, of which the base model counts.
-    """
-    inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False, "logits_to_keep": 1}
-    base = model
-    if isinstance(model, LolcatsForCausalLM):
-        base, inputs["attention_call"] = model.model, AttentionCall(mode="softmax")
+def sequence_lengths(model: LolcatsForCausalLM, input_ids_BT: Tensor) -> Tensor:
+    """Effective sequence length of each sequence under the base model's softmax attention: [B] float32, in tokens."""
     found: list[Tensor] = []
 
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-        names = {"scaling": "scale", "softcap": "softcap", "s_aux": "sink_logits", "sliding_window": "sliding_window"}
-        call = {new: kwargs.get(old) for old, new in names.items()}
+    def observe(q: Tensor, k: Tensor, call: dict[str, Any], **_: Any) -> None:
         found.append(query_lengths(q, k, **call).sum(-1).mean(1))
-        return lolcats_attention(module, q, k, v, mask, **kwargs)
 
-    AttentionInterface.register(NAME, attention)
-    before = base.config._attn_implementation
-    base.set_attn_implementation(NAME)
-    try:
-        model(**inputs)
-    finally:
-        base.set_attn_implementation(before)
-    if not found:
-        raise UserError(
-            f"{type(model).__name__} has no softmax attention that goes through transformers' attention interface, so"
-            " that effective sequence lengths cannot be measured"
-        )
+    call = AttentionCall(mode="softmax", observe=observe)
+    model(input_ids=input_ids_BT, use_cache=False, logits_to_keep=1, attention_call=call)
     return torch.stack(found).mean(0)
 
 
 def effective_lengths(dataset: PackedDataset, model: Any, *, batch_size: int) -> dict[str, Any]:
-    """Of all sequences: mean, standard deviation and histogram (counts between edges), as plain numbers."""
-    device = next(model.parameters()).device
+    """Mean, standard deviation and histogram (counts between edges) of all sequences, as plain numbers."""
+    if not isinstance(model, LolcatsForCausalLM):
+        raise UserError(
+            f"{type(model).__name__} has no softmax attention that goes through transformers' attention interface, so"
+            " that effective sequence lengths cannot be measured"
+        )
     found = []
     for begin in range(0, len(dataset), batch_size):
         batch = dataset.batch(list(range(begin, min(begin + batch_size, len(dataset)))))
-        found.append(sequence_lengths(model, batch["input_ids"].to(device)).cpu().numpy())
+        found.append(sequence_lengths(model, batch["input_ids"].to(model.device)).cpu().numpy())
     lengths_N = np.concatenate(found)
     counts, edges = np.histogram(lengths_N, bins=40)
     return {
@@ -91,6 +70,3 @@ def effective_lengths(dataset: PackedDataset, model: Any, *, batch_size: int) ->
         "std": float(np.std(lengths_N)),
         "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
     }
-
-
-AttentionMaskInterface.register(NAME, lolcats_mask)

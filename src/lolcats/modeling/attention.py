@@ -99,7 +99,7 @@ def lolcats_attention(
 
     if not hybrid:
         y_BHTD = softmax(query, key, value, s_aux, layer)
-        if linear_attention is not None and call.observe is not None:
+        if call.observe is not None:
             if key.shape[2] != tokens or layer is not None:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
             tensors = {"q": query, "k": key, "v": value, "y_softmax": y_BHTD}

@@ -65,8 +65,8 @@ class AttentionCall:
 
     Attributes:
         mode: "hybrid", what the layers were made for, or "softmax", the attention of the base model.
-        observe: called by every linearized layer of a softmax pass over whole sequences (use_cache=False), with
-            keyword arguments module (the layer's `HybridAttention`), layer_idx, q [B, H, T, D], k and v
+        observe: called by every attention layer of a softmax pass over whole sequences (use_cache=False), with keyword
+            arguments module (its `HybridAttention`, None without linear heads), layer_idx, q [B, H, T, D], k and v
             [B, G, T, D], y_softmax [B, H, T, D], and call: scale, softcap, sink_logits, sliding_window and
             cu_seqlens of the layer, as `softmax_attention` takes them; with cu_seqlens B is 1, see `Packing`.
         gates: by layer, [G] shares of softmax attention in the output of each KV head, the rest being its hybrid

@@ -113,28 +113,15 @@ class Group:
     # --- tensors --------------------------------------------------------------------------------------------
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
-        """In place: the mean over all ranks, in one transfer per type and device."""
-
-        def average(flat: Tensor) -> None:
-            distributed.all_reduce(flat)
-            flat.div_(self.world)
-
-        self._flattened(tensors, average)
+        """In place: the mean over all ranks."""
+        for tensor in tensors if self.world > 1 else ():
+            distributed.all_reduce(tensor)
+            tensor.div_(self.world)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """In place: rank 0's values."""
-        self._flattened(tensors, lambda flat: distributed.broadcast(flat, src=0))
-
-    def _flattened(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> None:
-        """A collective in place over tensors, those of one type and device as one."""
-        kinds: dict[Any, list[Tensor]] = {}
         for tensor in tensors if self.world > 1 else ():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        for parts in kinds.values():
-            flat = torch.cat([part.flatten() for part in parts])
-            collective(flat)
-            pieces = flat.split([part.numel() for part in parts])
-            torch._foreach_copy_(parts, [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
+            distributed.broadcast(tensor, src=0)
 
     # --- shares of the work ---------------------------------------------------------------------------------
 

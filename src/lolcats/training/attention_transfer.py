@@ -170,7 +170,7 @@ class TransferStage:
         losses: dict[int, Tensor] = {}
 
         def observe(
-            module: nn.Module,
+            module: nn.Module | None,
             layer_idx: int,
             q: Tensor,
             k: Tensor,
@@ -178,6 +178,8 @@ class TransferStage:
             y_softmax: Tensor,
             call: dict[str, Any],
         ) -> None:
+            if module is None:
+                return
             with torch.set_grad_enabled(gradient_scale is not None):
                 loss = layer_loss(self.config, module, q.detach(), k.detach(), v.detach(), y_softmax.detach(), call)
                 if gradient_scale is not None:

@@ -165,12 +165,8 @@ def _ends(weight_TT: Tensor, length: int, span: int) -> list[list[float]]:
 def outside_window(attention: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """[T, T] bool: which keys (columns) of which queries (rows) belong to the linear part."""
     position_T = torch.arange(tokens, device=device)
-    start_T1 = attention.window_start(position_T)[:, None]
-    return (
-        (position_T[None] < start_T1)
-        & (position_T[None] >= attention.sinks)
-        & (position_T[None] <= position_T[:, None])
-    )
+    before_window = position_T < attention.window_start(position_T)[:, None]
+    return before_window & (position_T >= attention.sinks) & (position_T <= position_T[:, None])
 
 
 def doubling_bins(tokens: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/results.md, from benchmarks/results and the paper's numbers (paper_numbers.json).
+"""The tables and pictures of docs/results.md and docs/paper.md, from benchmarks/results and the paper's numbers (paper_numbers.json).
 
     python benchmarks/results.py benchmarks/results
 
@@ -109,6 +109,7 @@ TABLES = {  # by sweep
 }
 
 
+PAGES = ("results.md", "paper.md")
 RUNS = "smollm2_h200_2026-11-21"
 HYBRID = {  # rows of the table of exact heads -> file and method of their runs
     "teacher, untrained": ("ends_smollm2_h200_2026-11-23: softmax, untrained",),
@@ -416,11 +417,11 @@ def lengths(results: Results) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--docs", type=Path, default=HERE.parent / "docs", help="folder of results.md and images/")
+    parser.add_argument("--docs", type=Path, default=HERE.parent / "docs", help="folder of these pages and images/")
     given = parser.parse_args()
     results = Results.read(given.folder)
-    page = given.docs / "results.md"
-    page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    for page in (given.docs / name for name in PAGES):
+        page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
     for name, draw in (
         ("ability", frontier),
         ("recall", recall),

@@ -6,16 +6,19 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
 from lolcats.cli.options import resolve
 from lolcats.config import LinearizeConfig, set_fields
+from lolcats.config.attention import LayerHeads
 from lolcats.errors import UserError
-from lolcats.modeling.cache_size import heads_in_budget
-from lolcats.plan import GB, GIB, GPUS, HUB_IDS, changed, cost, count, stages
+from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
+from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.plan import GB, GIB, GPUS, HUB_IDS, Model, cache_mib, changed, cost, count, stages
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SMALL = {
@@ -168,11 +171,35 @@ def test_what_is_printed_fits_and_resolves(tmp_path, name, options):
                 assert f"{peak / GIB:7.1f}{seconds / 3600:7.2f}" in result.stdout  # what the table says of it
 
 
+def test_the_table_of_known_models_is_what_is_counted():
+    """Of docs/memory.md, whose first four columns are given; `lolcats plan` prints the same sizes."""
+    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) x (\d+) x (\d+) \| (\d+)k \| ([\d.]+), (\d+) \|.*", page, re.MULTILINE)
+    attention = resolve({}, model="x", data=["x"]).attention
+    for name, *shape, positions, weights, gpu in rows:
+        layers, kv_heads, dim = map(int, shape)
+        heads = [
+            LayerHeads(index=i, module="", num_heads=kv_heads, num_kv_heads=kv_heads, head_dim=dim)
+            for i in range(layers)
+        ]
+        config = LolcatsConfig(text_config=LlamaConfig(), attention=attention, layer_heads=heads)
+        model = Model(config, heads_in_budget(config, attention.exact_budget, torch.bfloat16), 0, 0, 0, 0)
+        sizes = {k: cache_mib(model, k) if k <= int(positions) else None for k in (8, 32, 128)}
+        free = (float(gpu) - float(weights)) * 10**9 / 2**20
+        cells = [f"{both[0]:.0f} / {both[1]:.0f}" if both else "-" for both in sizes.values()]
+        cells += [f"{cache_bytes(config, 10**6, torch.bfloat16) / 2**20:.0f}"]
+        cells += [f"{free // both[0]:.0f} / {free // both[1]:.0f}" if both else "-" for both in sizes.values()]
+        line = " | ".join([name, " x ".join(shape), f"{positions}k", f"{weights}, {gpu}", *cells])
+        assert f"| {line} |" in page, f"| {line} |"
+    assert len(rows) == 10
+
+
 @pytest.mark.parametrize("name", ["", "config.json"])
 def test_a_folder_without_a_network(tmp_path, name):
     model_dir = Path(folder(tmp_path, "llama", max_position_embeddings=2048))  # fewer than the recipe's 4096
     result = CliRunner().invoke(app, ["plan", str(model_dir / name), "--data", "own data.jsonl", "--exact", "1"])
     assert result.exit_code == 0, result.output
+    assert "softmax attention's: 8k tokens 1 / 2, 32k" in result.stdout
     assert str(model_dir) in result.stdout.splitlines()
     missing = CliRunner().invoke(app, ["plan", "no/such/model/here"])
     assert missing.exit_code == 1

@@ -1,7 +1,7 @@
 """What each layer of a linearized model does, next to its own softmax attention: written as `analysis.json`.
 
 All layers read the hidden states of the model with softmax attention, as in attention transfer: a difference is then
-one of that layer, not of its inputs. docs/analysis.md says what the keys are.
+one of that layer, not of its inputs. docs/evaluation.md says what the keys are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def analyse(
         report: receives sentences on what is being done.
 
     Returns:
-        What was written; `docs/analysis.md` lists the keys.
+        What was written; `docs/evaluation.md` lists the keys.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():

@@ -24,7 +24,7 @@ def analyse(
 ) -> None:
     """Measure errors and attention by distance, and write FOLDER/analysis.json.
 
-    `lolcats report` shows them. docs/analysis.md says what each number is.
+    `lolcats report` shows them. docs/evaluation.md says what each number is.
 
     Examples:
 

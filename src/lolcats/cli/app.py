@@ -35,10 +35,8 @@ HELP = "\n\n".join(
         "[bold]2. lolcats generate[/] continues prompts with it, [bold]lolcats chat[/] talks with it,"
         " [bold]lolcats serve[/] offers it to OpenAI's clients.",
         "[bold]3. lolcats eval[/] measures it beside the original: perplexity, recall, lm-eval's tasks.",
-        "[bold]Beside these[/]: chat keeps a conversation's state; analyse and report"
-        " look inside; sweep runs grids of recipes; bench measures speed and memory; plan says what a run will need.",
         "[bold]Example[/]",
-        "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned -o out/",
+        "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct -o out/",
         '  lolcats generate out/ --prompt "The capital of France is"',
         "  lolcats eval out/ --tasks perplexity --data held_out.jsonl",
         '[bold]In Python[/]: import lolcats; AutoModelForCausalLM.from_pretrained("out/"), as for any model.',

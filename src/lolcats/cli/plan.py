@@ -28,7 +28,7 @@ def plan(
 
     Example: lolcats plan llama3-70b --gpus 8 --gpu-memory 80
     """
-    from lolcats.plan import EPOCH_TOKENS, GB, GIB, GPUS, HUB_IDS, count, ways
+    from lolcats.plan import EPOCH_TOKENS, GB, GIB, GPUS, HUB_IDS, cache_mib, count, ways
 
     if model is not None and not Path(model).is_dir():
         model = str(Path(model).parent) if model.endswith("config.json") else HUB_IDS.get(model, model)
@@ -40,6 +40,8 @@ def plan(
     config = resolve_for_model(given, known=HUB_IDS.values(), **arguments)
     shape = count(config)
     typer.echo(f"{config.model.path}\n{shape.parameters / 1e9:.2f} billion parameters, recipe {config.recipe}")
+    sizes = (f"{k}k tokens {own:.0f} / {softmax:.0f}" for k in (8, 32, 128) for own, softmax in [cache_mib(shape, k)])
+    typer.echo(f"MiB of a sequence's cache / of softmax attention's: {', '.join(sizes)}")
     epoch = (config.data.max_train_tokens or EPOCH_TOKENS) / 1e6
     typer.echo(f"GiB on a GPU and hours of each stage, {epoch:g}M tokens an epoch (--max-tokens)")
     typer.echo(f"{'':32}{'stage 1':>14}{'gates':>14}{'stage 2':>14} fits")

@@ -1,6 +1,7 @@
 """README and docs: files that they name exist, no result is without a page, links between pages resolve."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,7 @@ def named_results(text: str) -> set[str]:
     """Paths below benchmarks/results between backticks; `a_{b,c}.json` are two, a folder all files in it."""
     found = set()
     for span in re.findall(r"`(?:benchmarks/results/)?([\w{},./-]+(?:\.jsonl?|/))`", text):
-        names = [span]
-        while any("{" in name for name in names):
-            names = [
-                re.sub(r"\{[^{}]*\}", part, name, count=1)
-                for name in names
-                for part in re.search(r"\{([^{}]*)\}", name)[1].split(",")
-            ]
-        for name in names:
+        for name in map("".join, product(*(part.split(",") for part in re.split("[{}]", span)))):
             folder = RESULTS / name
             inside = name.endswith("/") and folder.is_dir()
             found |= {str(file.relative_to(RESULTS)) for file in folder.iterdir()} if inside else {name}

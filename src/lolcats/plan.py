@@ -19,7 +19,7 @@ from lolcats.config import LinearizeConfig, set_fields
 from lolcats.conversion import convert, fit_positions, linearized_config
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
-from lolcats.modeling.cache_size import cache_bytes, cache_sizes, heads_in_budget, native_window, window_in_budget
+from lolcats.modeling.cache_size import heads_in_budget, native_window, window_in_budget
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import FAMILIES
 from lolcats.modeling.loading import locate
@@ -98,12 +98,6 @@ def count(config: LinearizeConfig) -> Model:
     student = convert(base, replace(attention, exact_window=attention.exact_tokens))
     maps = sum(value.numel() for _, layer in student.linear_layers() for value in layer.parameters())
     return Model(linearized, chosen, *counts, matrices, maps)
-
-
-def cache_mib(model: Model, k: int) -> tuple[float, float]:
-    """Of one sequence of so many times 1024 tokens, and with softmax attention in all heads."""
-    own = cache_bytes(model.config, 1024 * k, torch.bfloat16, model.chosen)
-    return own / 2**20, cache_sizes(model.config, 1024 * k, torch.bfloat16)[1] / 2**20
 
 
 def stages(config: LinearizeConfig) -> list[str]:
@@ -189,9 +183,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         weights, buffers = weights - model.matrices * (WEIGHT - NF4), buffers + layer
     elif gpus > 1 and config.parallel.shard != "off" and weights > replicated:
         weights = (weights - ends * text.tie_word_embeddings) / gpus + ends * text.tie_word_embeddings
-        buffers += 3 * layer + ends * (
-            not text.tie_word_embeddings
-        )  # FSDP2: this layer, the next, and one being copied
+        buffers += 3 * layer + ends * (not text.tie_word_embeddings)  # FSDP2: this layer, the next, one being copied
         moved = steps * (2 + compares if adjust or gates else 1) * model.in_layers * WEIGHT / link / GB
     rate = np.interp(np.log(hidden), np.log([576, 4096]), UTILISATION[stage]) * tflop_s * 1e12
     seconds = tokens * flops / rate / (1 if streams else gpus) + moved + gates * steps * GATES_LAUNCH_SECONDS

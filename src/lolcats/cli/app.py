@@ -30,10 +30,8 @@ HELP = "\n\n".join(
     [
         "Turn a pretrained Transformer LLM into one with linear-time, constant-memory attention.",
         "[bold]1. lolcats linearize[/] replaces softmax attention by a window of softmax plus linear attention,"
-        " trains the replacement to match (attention transfer), adjusts the model with LoRA, and writes a Hugging"
-        " Face folder.",
-        "[bold]2. lolcats generate[/] continues prompts with it, [bold]lolcats chat[/] talks with it,"
-        " [bold]lolcats serve[/] offers it to OpenAI's clients.",
+        " trains it to match (attention transfer), adjusts the model with LoRA, and writes a Hugging Face folder.",
+        "[bold]2. lolcats generate, chat[/] and [bold]serve[/] run it: prompts, conversations, OpenAI's clients.",
         "[bold]3. lolcats eval[/] measures it beside the original: perplexity, recall, lm-eval's tasks.",
         "[bold]Example[/]",
         "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct -o out/",

@@ -28,7 +28,8 @@ def plan(
 
     Example: lolcats plan llama3-70b --gpus 8 --gpu-memory 80
     """
-    from lolcats.plan import EPOCH_TOKENS, GB, GIB, GPUS, HUB_IDS, cache_mib, count, ways
+    from lolcats.modeling.cache_size import cache_sizes
+    from lolcats.plan import EPOCH_TOKENS, GB, GIB, GPUS, HUB_IDS, count, ways
 
     if model is not None and not Path(model).is_dir():
         model = str(Path(model).parent) if model.endswith("config.json") else HUB_IDS.get(model, model)
@@ -40,8 +41,9 @@ def plan(
     config = resolve_for_model(given, known=HUB_IDS.values(), **arguments)
     shape = count(config)
     typer.echo(f"{config.model.path}\n{shape.parameters / 1e9:.2f} billion parameters, recipe {config.recipe}")
-    sizes = (f"{k}k tokens {own:.0f} / {softmax:.0f}" for k in (8, 32, 128) for own, softmax in [cache_mib(shape, k)])
-    typer.echo(f"MiB of a sequence's cache / of softmax attention's: {', '.join(sizes)}")
+    sizes = [(k, *cache_sizes(shape.config, 1024 * k, shape.config.dtype, shape.chosen)) for k in (8, 32, 128)]
+    cells = ", ".join(f"{k}k tokens {own / 2**20:.0f} / {softmax / 2**20:.0f}" for k, own, softmax in sizes)
+    typer.echo(f"MiB of a sequence's cache / of softmax attention's: {cells}")
     epoch = (config.data.max_train_tokens or EPOCH_TOKENS) / 1e6
     typer.echo(f"GiB on a GPU and hours of each stage, {epoch:g}M tokens an epoch (--max-tokens)")
     typer.echo(f"{'':32}{'stage 1':>14}{'gates':>14}{'stage 2':>14} fits")
@@ -49,8 +51,8 @@ def plan(
         command = ""
         for name, processes, changes, costs in ways(shape, config, memory, gpus):
             fits = all(peak <= memory * GB for peak, _ in costs.values())
-            cells = {stage: f"{peak / GIB:7.1f}{seconds / 3600:7.2f}" for stage, (peak, seconds) in costs.items()}
-            row = "".join(cells.get(stage, " " * 14) for stage in ("transfer", "gates", "adjust"))
+            costs_of = {stage: f"{peak / GIB:7.1f}{seconds / 3600:7.2f}" for stage, (peak, seconds) in costs.items()}
+            row = "".join(costs_of.get(stage, " " * 14) for stage in ("transfer", "gates", "adjust"))
             typer.echo(f"{memory:3g} GB {name:25}{row} {'yes' if fits else 'no'}")
             if fits and not command:
                 start = f"torchrun --nproc-per-node {processes} -m lolcats" if processes > 1 else "lolcats"

@@ -22,12 +22,11 @@ from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.api import initial_state
 
 REPORTED_TOKENS = 8192
+Heads = Mapping[int, Sequence[int]]  # by layer
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def cache_bytes(
-    config: LolcatsConfig, tokens: int, dtype: torch.dtype, exact: Mapping[int, Sequence[int]] | None = None
-) -> int:
+def cache_bytes(config: LolcatsConfig, tokens: int, dtype: torch.dtype, exact: Heads | None = None) -> int:
     """Bytes of one sequence's cache after `tokens` tokens: keys and values of exact heads, states of linear ones.
 
     Args:
@@ -41,12 +40,12 @@ def cache_bytes(
     )
 
 
-def cache_sizes(config: LolcatsConfig, tokens: int, dtype: torch.dtype) -> list[int]:
-    """Bytes of one sequence's cache after `tokens` tokens, and with the base model's softmax attention in all heads."""
+def cache_sizes(config: LolcatsConfig, tokens: int, dtype: torch.dtype, exact: Heads | None = None) -> list[int]:
+    """`cache_bytes`, and those of the base model's softmax attention in all heads."""
     base = copy.copy(config)
     base.attention = replace(config.attention, exact_window=None, exact_bits=None)
     base.layer_heads = [replace(layer, exact=tuple(range(layer.num_kv_heads))) for layer in config.layer_heads]
-    return [cache_bytes(config, tokens, dtype), cache_bytes(base, tokens, dtype)]
+    return [cache_bytes(config, tokens, dtype, exact), cache_bytes(base, tokens, dtype)]
 
 
 def cache_report(config: LolcatsConfig, dtype: torch.dtype) -> dict[str, int]:
@@ -98,7 +97,7 @@ def window_in_budget(
     config: LolcatsConfig,
     attention: AttentionConfig,
     dtype: torch.dtype,
-    exact: Mapping[int, Sequence[int]] | None = None,
+    exact: Heads | None = None,
 ) -> int | None:
     """`attention.exact_window` in tokens: as many as keep a sequence of any length within its bytes; None: all do.
 

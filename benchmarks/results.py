@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/results.md and docs/paper.md, from benchmarks/results and the paper's numbers (paper_numbers.json).
+"""The tables and pictures of docs/results.md and paper.md, from benchmarks/results and paper_numbers.json.
 
     python benchmarks/results.py benchmarks/results
 
@@ -109,8 +109,7 @@ TABLES = {  # by sweep
 }
 
 
-PAGES = ("results.md", "paper.md")
-RUNS = "smollm2_h200_2026-11-21"
+RUNS, PAGES = "smollm2_h200_2026-11-21", ("results.md", "paper.md")
 HYBRID = {  # rows of the table of exact heads -> file and method of their runs
     "teacher, untrained": ("ends_smollm2_h200_2026-11-23: softmax, untrained",),
     "softmax + LoRA, same data": (

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,6 @@ def folder(tmp_path, model_type: str, **changes) -> str:
     return str(tmp_path)
 
 
-def read(name: str):
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -53,7 +50,7 @@ def read(name: str):
 def test_measured_stages(name):
     """Memory within 10 %: activations of the kernels are counted by column, not by allocation. Hours within 25 %, of
     the small model 40 %: the share of the peak rate is one number a hidden size, from micro-steps of 8192 tokens."""
-    report = read(name)
+    report = json.loads((RESULTS / f"{name}.json").read_text())
     train, gpus = report["settings"].get("train", report["settings"]), report.get("processes", 1)
     for row in report["rows"]:
         stage, size = row["row"], row["micro_batch"]
@@ -72,28 +69,21 @@ def test_measured_stages(name):
         assert seconds == pytest.approx(10**6 / row["tokens_per_second"], rel=tolerance), (stage, size)
 
 
-def test_a_measured_command():
-    """Perplexity chooses stage 1's weights here, so that logits count there. Evaluations and the tuning of kernels,
-    which the plan leaves out, take a quarter of so short a run."""
-    report = read("linearize_smollm2_h100_2026-11-26")
+def test_measured_commands():
+    """Perplexity chooses stage 1's weights in the first, so that logits count there. Evaluations and the tuning of
+    kernels, which the plan leaves out, take a quarter of so short a run; gates took 58 to 99 s, on shared GPUs."""
     fields = {"data.max_train_tokens": 5798912, "transfer.select_by": "perplexity", "attention.feature_dim": 32}
-    config = config_of(HUB_IDS["smollm2-135m"], **fields, **{"transfer.epochs": 2, "adjust.epochs": 2})
-    for stage in ("transfer", "adjust"):
-        peak, seconds = cost(count(config), config, stage, 80)
-        assert peak / GIB == pytest.approx(report["stages"][stage]["peak_memory_gib"], rel=0.1)
-        assert seconds == pytest.approx(report["stages"][stage]["seconds"], rel=0.4)
-
-
-def test_measured_gates():
-    """Runs of one configuration took 58 to 99 s, on GPUs that others shared."""
+    paper = config_of(HUB_IDS["smollm2-135m"], **fields, **{"transfer.epochs": 2, "adjust.epochs": 2})
+    report = json.loads((RESULTS / "linearize_smollm2_h100_2026-11-26.json").read_text())
     lines = (RESULTS / "hybrid_default_smollm2_h100_2026-11-25.jsonl").read_text().splitlines()
-    measured = [row["stages"]["gates"] for row in map(json.loads, lines) if "gates" in row["stages"]]
-    config = resolve({}, model=HUB_IDS["smollm2-135m"], data=["x"])
-    peak, seconds = cost(count(config), config, "gates", 80)
-    for gates in measured:
-        assert peak / GIB == pytest.approx(gates["peak_memory_gib"], rel=0.1)
-        assert seconds == pytest.approx(gates["seconds"], rel=0.4)
-    assert 58 < seconds < 99
+    rows = [row for row in map(json.loads, lines) if "gates" in row["stages"]]
+    default = resolve({}, model=HUB_IDS["smollm2-135m"], data=["x"])
+    for config, names, reports in ((paper, ("transfer", "adjust"), [report]), (default, ["gates"], rows)):
+        model = count(config)
+        for stage, report in product(names, reports):
+            peak, seconds = cost(model, config, stage, 80)
+            assert peak / GIB == pytest.approx(report["stages"][stage]["peak_memory_gib"], rel=0.1)
+            assert seconds == pytest.approx(report["stages"][stage]["seconds"], rel=0.4)
 
 
 def test_what_cannot_be_planned_is_named(tmp_path):

@@ -29,14 +29,12 @@ from lolcats.recipes import list_recipes, show_recipe
 HELP = "\n\n".join(
     [
         "Turn a pretrained Transformer LLM into one with linear-time, constant-memory attention.",
-        "[bold]1. lolcats linearize[/] replaces softmax attention by a window of softmax plus linear attention,"
-        " trains it to match (attention transfer), adjusts the model with LoRA, and writes a Hugging Face folder.",
+        "[bold]1. lolcats linearize[/] replaces attention, trains it to match, and writes a Hugging Face folder.",
         "[bold]2. lolcats generate, chat[/] and [bold]serve[/] run it: prompts, conversations, OpenAI's clients.",
         "[bold]3. lolcats eval[/] measures it beside the original: perplexity, recall, lm-eval's tasks.",
         "[bold]Example[/]",
         "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct -o out/",
         '  lolcats generate out/ --prompt "The capital of France is"',
-        "  lolcats eval out/ --tasks perplexity --data held_out.jsonl",
         '[bold]In Python[/]: import lolcats; AutoModelForCausalLM.from_pretrained("out/"), as for any model.',
     ]
 )

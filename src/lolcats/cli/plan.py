@@ -28,6 +28,8 @@ def plan(
 
     Example: lolcats plan llama3-70b --gpus 8 --gpu-memory 80
     """
+    from torch import bfloat16
+
     from lolcats.modeling.cache_size import cache_sizes
     from lolcats.plan import EPOCH_TOKENS, GB, GIB, GPUS, HUB_IDS, count, ways
 
@@ -41,7 +43,7 @@ def plan(
     config = resolve_for_model(given, known=HUB_IDS.values(), **arguments)
     shape = count(config)
     typer.echo(f"{config.model.path}\n{shape.parameters / 1e9:.2f} billion parameters, recipe {config.recipe}")
-    sizes = [(k, *cache_sizes(shape.config, 1024 * k, shape.config.dtype, shape.chosen)) for k in (8, 32, 128)]
+    sizes = [(k, *cache_sizes(shape.config, 1024 * k, bfloat16, shape.chosen)) for k in (8, 32, 128)]
     cells = ", ".join(f"{k}k tokens {own / 2**20:.0f} / {softmax / 2**20:.0f}" for k, own, softmax in sizes)
     typer.echo(f"MiB of a sequence's cache / of softmax attention's: {cells}")
     epoch = (config.data.max_train_tokens or EPOCH_TOKENS) / 1e6

@@ -48,22 +48,14 @@ def _mmlu(subject: str, index: int) -> dict[str, Any]:
 
 def _function(index: int) -> dict[str, Any]:
     name, stub = f"times_{index}", f'def times_{index}(x):\n    """x times {index}."""\n'
-    return {
-        "task_id": name,
-        "prompt": stub,
-        "entry_point": name,
-        "test": f"def check(f):\n    assert f(3) == {3 * index}",
-    }
+    test = f"def check(f):\n    assert f(3) == {3 * index}"
+    return {"task_id": name, "prompt": stub, "entry_point": name, "test": test}
 
 
 def _asserted(index: int) -> dict[str, Any]:
-    task = f"Write times_{index}, which multiplies by {index}."
-    return {
-        "task_id": index,
-        "text": task,
-        "code": "",
-        "test_list": [f"assert times_{index}({n}) == {n * index}" for n in range(3)],
-    }
+    asserts = [f"assert times_{index}({n}) == {n * index}" for n in range(3)]
+    text = f"Write times_{index}, which multiplies by {index}."
+    return {"task_id": index, "text": text, "code": "", "test_list": asserts}
 
 
 def _sum(index: int) -> dict[str, Any]:

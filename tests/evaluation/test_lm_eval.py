@@ -56,11 +56,8 @@ def test_tasks_may_be_given_as_objects(linear_model, tokenizer):
     for part in (task("first", ["The sky", "The sky is", "Which"]), task("second", ["Which river"])):
         group.add(part)
     found = run_tasks(linear_model, tokenizer, {"single": single, "group": group}, batch_size=2)
-    assert (found["single"]["metric"], found["single"]["value"], found["single"]["questions"]) == (
-        "exact_match",
-        0.5,
-        2,
-    )
+    assert (found["single"]["metric"], found["single"]["questions"]) == ("exact_match", 2)
+    assert found["single"]["value"] == 0.5
     assert (found["group"]["value"], found["group"]["questions"]) == (pytest.approx((2 / 3 + 0) / 2), 4)
     assert {name: part["questions"] for name, part in found["group"]["parts"].items()} == {"first": 3, "second": 1}
 

@@ -49,14 +49,8 @@ def test_task_lists():
 
 def test_everything_at_once(load, eval_data, text):
     pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
-    options = EvalOptions(
-        tasks=(*PAPER_NAMES, "passkey", "perplexity"),
-        data_dir=str(eval_data),
-        limit=3,
-        batch_size=16,
-        lengths=(260,),
-        data=text,
-    )
+    tasks = (*PAPER_NAMES, "passkey", "perplexity")
+    options = EvalOptions(tasks=tasks, data_dir=str(eval_data), limit=3, batch_size=16, lengths=(260,), data=text)
     seen = []
     report = evaluate_models(["teacher", "student"], load, options, note=seen.append)
     assert json.loads(json.dumps(report)) == report

@@ -11,11 +11,7 @@ from lolcats.modeling.cache import HybridCacheLayer
 
 pytestmark = pytest.mark.gpu
 
-
-KINDS = {
-    "linear": {},
-    "exact heads": {"exact": ["0.1", 1]},
-}
+KINDS = {"linear": {}, "sinks": {"sinks": 1}, "exact heads": {"exact": ["0.1", 1]}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,7 +56,7 @@ def test_slots_keep_states_as_steps_leave_them(kit, attention, dtype):
                 assert (tensor.dtype, tensor.shape[1:]) == (left[name].dtype, left[name].shape[1:])
 
 
-@pytest.mark.parametrize("attention", [{}, {"sinks": 1}, {"exact": ["0.1", 1]}], ids=["linear", "sinks", "exact heads"])
+@pytest.mark.parametrize("attention", KINDS.values(), ids=KINDS)
 @torch.no_grad()
 def test_prompts_from_graphs(kit, attention):
     """Fresh ones and later pieces, in different slots, of lengths that are rounded up to the same."""

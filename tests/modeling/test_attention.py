@@ -84,24 +84,14 @@ def test_observers_see_what_the_layer_sees(kit, family):
     observed = model(input_ids, attention_mask=mask, use_cache=False, attention_call=call).logits
     assert torch.equal(observed[mask.bool()], expected[mask.bool()])
     tokens = int(mask.sum())
-    modules = dict(model.linear_layers())
-    assert sorted(seen) == sorted(modules) == [0, 1]
-    for index, (module, q, k, v, y_softmax, call) in seen.items():
-        assert module is modules[index]
+    assert {index: module for index, (module, *_) in seen.items()} == dict(model.linear_layers())
+    for module, q, k, v, y_softmax, call in seen.values():
         assert q.shape == (1, module.num_heads, tokens, module.head_dim)
-        assert k.shape == v.shape == (1, module.num_kv_heads, tokens, module.head_dim)
-        assert y_softmax.shape == q.shape
         torch.testing.assert_close(softmax_attention(q, k, v, **call), y_softmax, **TOLERANCE)
         arguments = {name: value for name, value in call.items() if name != "sliding_window"}
         y, _ = module(q, k, v, **arguments)
-        assert y.shape == y_softmax.shape
         # the first block of the terrace is softmax attention
         torch.testing.assert_close(y[0, :, :2], y_softmax[0, :, :2], **TOLERANCE)
-    if family == "gemma2":
-        assert seen[0][5]["softcap"] == 3.0
-        assert [seen[i][5]["sliding_window"] for i in (0, 1)] == [6, None]
-    if family == "gpt-oss":
-        assert seen[0][5]["sink_logits"].shape == (4,)
 
 
 def test_dropout_is_applied_by_softmax_layers_only(make_linear, kit):

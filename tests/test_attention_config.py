@@ -1,8 +1,6 @@
 """AttentionConfig: what it refuses; every setting reaches saved models and their layers."""
 
 import dataclasses
-import json
-from contextlib import nullcontext
 from typing import get_args, get_type_hints
 
 import pytest
@@ -62,17 +60,6 @@ def test_settings_can_be_overridden_on_loading(model_dir, tmp_path):
     assert {module.config for _, module in loaded.linear_layers()} == {loaded.config.attention}
     loaded.config.attention = {"linear_length_cap": 9}  # as vLLM's `--hf-overrides` assigns it
     assert (loaded.config.attention.linear_length_cap, loaded.config.attention.sinks) == (9, 2)
-
-
-def test_settings_of_other_versions(model_dir, tmp_path):
-    """What was off may be absent here; what was on may not."""
-    convert(AutoModelForCausalLM.from_pretrained(model_dir), AttentionConfig(sinks=2)).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    saved = json.loads(file.read_text())
-    for value in (0, 4):
-        file.write_text(json.dumps(saved | {"attention": saved["attention"] | {"sparse_cache": value}}))
-        with nullcontext() if value == 0 else pytest.raises(ValueError, match="unknown setting sparse_cache=4"):
-            assert AutoModelForCausalLM.from_pretrained(tmp_path).config.attention.sinks == 2
 
 
 @pytest.mark.parametrize(

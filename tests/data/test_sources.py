@@ -140,11 +140,10 @@ def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
         ),
     ],
 )
-def test_bad_files(tmp_path: Path, capfd, name: str, content: bytes, complaint: str) -> None:
+def test_bad_files(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=complaint):
         read(tmp_path / name)
-    assert capfd.readouterr().err == ""  # said once, by the exception
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])

@@ -28,7 +28,6 @@ from lolcats.ops import attention_weights
 from lolcats.provenance import provenance
 from lolcats.report import ANALYSIS_FILE, without_paths, write_text
 
-FORMAT = 4  # of analysis.json; raise when a key changes its meaning
 MAP_LAYERS, MAP_HEADS, MAP_SPAN = 5, 4, 32  # as the paper's appendix shows
 DIGITS = 4  # of the weights in pictures
 
@@ -62,7 +61,6 @@ def analyse(
     dataset = build_evaluation_dataset(with_begin_token(data, folder, tokenizer), tokenizer)
     report(f"{len(model.config.linear_layers)} layers, {len(dataset)} sequences")
     values = {
-        "format": FORMAT,
         "model": str(folder),
         "data": dataset.info,
         "attention": asdict(model.config.attention) | {"exact": model.config.exact_heads},

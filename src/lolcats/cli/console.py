@@ -62,7 +62,7 @@ def prepare_libraries(quiet: bool = True) -> None:
         settings |= {
             "TRANSFORMERS_VERBOSITY": "error",
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-            "DATASETS_VERBOSITY": "error",
+            "DATASETS_VERBOSITY": "critical",  # what goes wrong is raised, and said once
             "HF_HUB_VERBOSITY": "error",
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         }

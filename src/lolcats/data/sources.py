@@ -64,7 +64,7 @@ def open_source(source: DataSource) -> OpenSource:
         haystack = open_source(DataSource(path=source.haystack)).fingerprint if source.path == "retrieval" else ""
         fingerprint = f"{source.path}:2:{haystack}"
     else:
-        with quiet(), _explained(source):
+        with _explained(source):
             data = _load(source)
     if len(data) == 0:
         raise UserError(f"{source.path} holds no rows")
@@ -228,21 +228,3 @@ def _explained(source: DataSource) -> Iterator[None]:
                 " file"
             )
         raise UserError(message) from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars of `datasets` (reading is quick; tokenising has its own); downloads keep theirs.
-
-    Nor its log: what goes wrong is raised, and said once.
-    """
-    shown = not datasets.are_progress_bars_disabled()
-    verbosity = datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if shown:
-            datasets.enable_progress_bars()

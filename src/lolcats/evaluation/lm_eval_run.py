@@ -20,7 +20,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import env
 from tqdm import tqdm
 
-from lolcats.data.sources import quiet
 from lolcats.errors import UserError
 from lolcats.evaluation.tasks import flat
 from lolcats.generation.engine import Engine, slots_in_memory
@@ -162,7 +161,7 @@ def lm_eval_set_up() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with quiet(), patch.object(env, "from_string", template):
+        with patch.object(env, "from_string", template):
             yield
     finally:
         logger.setLevel(level)

@@ -312,11 +312,11 @@ class HybridCacheLayer(AttentionCacheLayer):
             return None
         if not self.is_allocated:
             return self.state
-        if rows.adjacent is None:
+        used: Any = rows.adjacent
+        if used is None:
             assert rows.row_B is not None
-            state = self.state.select(rows.row_B)
-        else:
-            state = self.state.map(lambda x: x[rows.adjacent])
+            used = rows.row_B.to(self.state.S.device)
+        state = self.state.map(lambda x: x[used])
         if not rows.step:
             state.position, _ = rows.on(len(state.position), state.position.device)
         return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import transformers
@@ -52,20 +52,6 @@ _FROM_TEXT_CONFIG = frozenset(
 )
 
 
-def _known(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without settings that are no more and were off, which models of earlier versions have.
-
-    Raises:
-        ValueError: such a setting was on, or never was.
-    """
-    names = {item.name for item in fields(AttentionConfig)}
-    unknown = {name: value for name, value in settings.items() if name not in names and value}
-    if unknown:
-        given = ", ".join(f"{name}={value!r}" for name, value in unknown.items())
-        raise ValueError(f"attention: unknown setting {given}; there are {', '.join(sorted(names))}")
-    return {name: value for name, value in settings.items() if name in names}
-
-
 class LolcatsConfig(transformers.PreTrainedConfig):
     """A base model's configuration and what its attention was replaced by.
 
@@ -76,7 +62,7 @@ class LolcatsConfig(transformers.PreTrainedConfig):
         provenance: how the weights were made; free-form, JSON values.
 
     Raises:
-        ValueError: as `AttentionConfig` and `LayerHeads`, and a setting that is unknown.
+        ValueError: as `AttentionConfig` and `LayerHeads`.
     """
 
     model_type = "lolcats"
@@ -103,7 +89,6 @@ class LolcatsConfig(transformers.PreTrainedConfig):
     def __setattr__(self, name: str, value: Any) -> None:
         """A mapping assigned to `attention` (overrides of from_pretrained and of vLLM) changes these settings alone."""
         if name == "attention" and isinstance(value, dict):
-            value = _known(value)
             saved = self.__dict__.get("attention")
             value = replace(saved, **value) if isinstance(saved, AttentionConfig) else AttentionConfig(**value)
         super().__setattr__(name, value)

@@ -108,12 +108,8 @@ class HybridAttention(nn.Module):
         self, sink_logits: Tensor | None = None, scale: float | None = None, softcap: float | None = None
     ) -> HybridParams:
         """As the operator takes them. The layer's own must be in memory, see the class."""
-        own: Any = self._parameters  # a module's attributes take longer to find
-        if len(own) < 5:  # some wrappers put plain tensors in the place of parameters
-            own = vars(self) | own
-        gamma = torch.sigmoid(own["window_factor"])
-        weights = own["q_weight"], own["k_weight"], own["q_bias"], own["k_bias"]
-        return HybridParams(gamma, *weights, sink_logits, scale, softcap)
+        maps = self.q_weight, self.k_weight, self.q_bias, self.k_bias
+        return HybridParams(torch.sigmoid(self.window_factor), *maps, sink_logits, scale, softcap)
 
     def has_step_kernel(self, dtype: torch.dtype) -> bool:
         """Whether the kernel for single tokens takes tensors of this type on the parameters' device."""

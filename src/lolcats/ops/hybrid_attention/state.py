@@ -65,10 +65,6 @@ class HybridState:
         """Apply `function` to every tensor."""
         return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
 
-    def select(self, index: Tensor) -> HybridState:
-        """Pick or repeat sequences of the batch (beam search); `index` is an int tensor."""
-        return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
-
     def clone(self) -> HybridState:
         return self.map(torch.clone)
 

@@ -65,7 +65,7 @@ def evaluate(
     from lolcats.evaluation.suite import check, evaluate_models
     from lolcats.evaluation.tables import tables
 
-    options = validated(EvalOptions, settings | {"data": section, "model_options": load.given})
+    options = validated(EvalOptions, settings | {"data": section, "model_options": load.keywords})
     check(options)
     paths = [*([] if teacher is None else [teacher]), *(path for path in models if path != teacher)]
 

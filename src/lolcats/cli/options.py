@@ -97,27 +97,20 @@ Overrides = Annotated[
 ]
 
 
-class ModelLoader:
-    """Loads models as a command's options say.
+ModelLoader = functools.partial[tuple[Any, Any]]
+"""Loads a model and its tokenizer from a path as a command's options say, which it has as keywords."""
 
-    Attributes:
-        given: arguments of `lolcats.evaluation.load.load_model`, those that were given.
-    """
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
+def _load(path: str | Path, **given: Any) -> tuple[Any, Any]:
+    from lolcats.evaluation.load import load_model
 
-    def __call__(self, path: str | Path) -> tuple[Any, Any]:
-        """The model and its tokenizer."""
-        from lolcats.evaluation.load import load_model
-
-        quiet_loading_bars()
-        return load_model(path, **self.given)
+    quiet_loading_bars()
+    return load_model(path, **given)
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces a command's argument `load: ModelLoader` by `MODEL_OPTIONS`."""
-    return _with_options(command, "load", map(_config_option, MODEL_OPTIONS), ModelLoader)
+    return _with_options(command, "load", map(_config_option, MODEL_OPTIONS), lambda given: ModelLoader(_load, **given))
 
 
 def config_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

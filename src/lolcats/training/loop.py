@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
@@ -27,7 +26,7 @@ from lolcats.errors import Terminated, UserError
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint, refuse_other_settings, write_checkpoint
 from lolcats.training.device import explain_out_of_memory, peak_memory_bytes, random_state, set_random_state
 from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged
-from lolcats.training.optim import BlockOptimizer, local_part
+from lolcats.training.optim import BlockOptimizer
 from lolcats.training.progress import Progress
 from lolcats.training.stage import Stage, TrainState, set_weights, weights_of
 
@@ -296,28 +295,13 @@ class Trainer:
         state.history.append(entry)
         is_best = state.evaluated(metric)
         if is_best:
-            self.best = {
-                weight: tensor.detach().to("cpu", copy=True) for weight, tensor in self._finite_weights().items()
-            }
+            self.best = {name: tensor.to("cpu", copy=True) for name, tensor in weights_of(self.stage).items()}
         for block, value in zip(self.blocks, block_metrics, strict=True):
             block.evaluated(value)
         state.evaluation_seconds += monotonic() - started
         self.progress.evaluated(state.steps, metric, is_best)
         numbers = {f"validation/{name}": value for name, value in results.items() if isinstance(value, int | float)}
         self.progress.log(state.steps, numbers)
-
-    def _finite_weights(self) -> dict[str, Tensor]:
-        weights = weights_of(self.stage)
-        found = None
-        for name, tensor in weights.items():
-            part = local_part(tensor)
-            if not bool(torch.isfinite(part).all()):
-                found = name, part[~torch.isfinite(part)].flatten()[0].item()
-                break
-        for problem in self.group.gather(found):
-            if problem is not None:
-                raise NonFinite(self.state.steps, f"the weight {problem[0]}", problem[1])
-        return weights
 
     def _save(self) -> None:
         state = self.state
@@ -331,7 +315,7 @@ class Trainer:
             "schedules": [block.plateau for block in self.blocks],
             "random": self.group.gather(random_state(self.device)),
         }
-        tensors = {"weights": self._finite_weights(), "best": self.best}
+        tensors = {"weights": weights_of(self.stage), "best": self.best}
         if plain["finished"]:
             tensors = {"best": self.best}
         else:
@@ -342,7 +326,7 @@ class Trainer:
     def _restore(self, path: Path) -> None:
         tensors, plain = read_checkpoint(path, weights_of(self.stage), self.group)
         self.state = TrainState(**plain["counters"])
-        self.best = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors["best"].items()}
+        self.best = {name: tensor.to("cpu", copy=True) for name, tensor in tensors["best"].items()}
         if plain["finished"]:
             return
         set_weights(self.stage, tensors["weights"])

@@ -21,7 +21,7 @@ LAYER, SCALAR, GRADIENT = "the loss of layer {}", "the {}", "the gradient of {}"
 
 
 class TrainingDiverged(UserError):
-    """A loss, gradient, weight or validation metric is NaN or infinite."""
+    """A loss, gradient or validation metric is NaN or infinite."""
 
 
 @dataclass(eq=False)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from lolcats.generation.decoding import new_cache
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.slots import SlotCache
@@ -45,7 +45,8 @@ def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
 def test_slots_keep_states_as_steps_leave_them(kit, attention, dtype):
     model = kit.make_model(dtype=dtype, head_dim=32, attention=attention).cuda()
     parts = SlotCache(model, 2, 64).parts
-    cache, token_11 = new_cache(model), torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    cache = DynamicCache(config=model.config.get_text_config())
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
     for _ in range(2):
         model(token_11, past_key_values=cache, use_cache=True)
     for index, layer in enumerate(cache.layers):

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
+from transformers import DynamicCache
 
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
 from lolcats.errors import UserError
-from lolcats.generation.decoding import new_cache
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.compat import CACHE
 from lolcats.parallel.group import SINGLE, Group
@@ -146,7 +146,7 @@ def text_perplexity(
 def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
     """(place of its first token, losses [B, C] of predicting its tokens) of one piece after another."""
     tokens = ids_BT.shape[1]
-    cache = new_cache(model) if tokens - 1 > chunk else None
+    cache = DynamicCache(config=model.config.get_text_config()) if tokens - 1 > chunk else None
     for begin in range(0, tokens - 1, chunk):
         end = min(begin + chunk, tokens - 1)  # the last token predicts nothing here
         logits_BCV = model(input_ids=ids_BT[:, begin:end], use_cache=cache is not None, **{CACHE: cache}).logits

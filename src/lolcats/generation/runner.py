@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.errors import UserError
-from lolcats.generation.decoding import logits_at
 from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.slots import SlotCache
 from lolcats.modeling.call import AttentionCall, Rows
@@ -250,7 +249,15 @@ class Runner:
         else:
             last_B = torch.full((batch,), tokens, device=self.device) if rows.real_BT is None else rows.real_BT.sum(1)
             last_B = last_B + torch.arange(batch, device=self.device) * tokens - 1
-            with logits_at(self.model, last_B):
+
+            def pick(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+                """Before the head: `logits_to_keep` takes the same columns of all rows."""
+                return (args[0].flatten(0, 1)[last_B.to(args[0].device)][None],)
+
+            hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
+            try:
                 logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[0]
+            finally:
+                hook.remove()
         self.cache.commit(rows)
         return logits_BV

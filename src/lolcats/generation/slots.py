@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from lolcats.errors import UserError
-from lolcats.generation.decoding import new_cache
 from lolcats.modeling.cache import UNBOUNDED, ExactCacheLayer, HybridCacheLayer
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall, Rows
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
@@ -224,7 +223,7 @@ class RecurrentSlots(LinearAttentionLayer):
 @torch.no_grad()
 def _after_one_token(model: Any) -> list[Any]:
     """Layers of a cache as decoding leaves them, filled without kernels, which would have to be compiled first."""
-    cache = new_cache(model)
+    cache = DynamicCache(config=model.config.get_text_config())
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     plain = {ATTENTION_CALL: AttentionCall(backend="chunked")}
     model(input_ids=token_11, past_key_values=cache, use_cache=True, logits_to_keep=1, **plain)

@@ -28,15 +28,6 @@ def test_packed_documents_equal_each_document_alone(kit, small_window, mode):
 
 
 @torch.no_grad()
-def test_rows_may_have_different_borders(make_linear, kit):
-    model, input_ids = make_linear(), kit.tokens(2, 12)
-    positions = torch.stack([torch.arange(12), torch.cat([torch.arange(5), torch.arange(7)])])
-    logits = model(input_ids, position_ids=positions).logits
-    torch.testing.assert_close(logits[:1], model(input_ids[:1]).logits, **TOLERANCE)
-    torch.testing.assert_close(logits[1:, 5:], model(input_ids[1:, 5:]).logits, **TOLERANCE)
-
-
-@torch.no_grad()
 @some_families
 @pytest.mark.parametrize("mode", ["hybrid", "softmax"])
 def test_positions_may_jump_within_a_document(kit, small_window, mode):

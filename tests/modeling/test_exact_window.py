@@ -64,16 +64,6 @@ def test_pieces_without_masks(bounded, kit, sizes, without_masks):
 
 
 @torch.no_grad()
-def test_packed_documents_do_not_share_sinks(bounded, kit):
-    tokens = kit.tokens(1, 30)
-    position_ids = torch.cat([torch.arange(13), torch.arange(17)])[None]
-    found = bounded(tokens, position_ids=position_ids, use_cache=False).logits
-    for part in (slice(0, 13), slice(13, 30)):
-        alone = bounded(tokens[:, part], use_cache=False).logits
-        torch.testing.assert_close(found[:, part], alone, **TOLERANCE)
-
-
-@torch.no_grad()
 def test_a_wide_window_and_the_teacher_see_everything(kit):
     model, tokens = kit.linearized(kit.build("llama3"), window_size=3, sinks=SINKS, exact=EXACT), kit.tokens(2, 30)
     everything, teacher = model(tokens).logits, model(tokens, attention_call=SOFTMAX).logits

@@ -116,6 +116,17 @@ def test_random_histories(model, kit, seed):
 
 
 @torch.no_grad()
+def test_packed_documents_equal_each_alone(model, kit):
+    """In rows with different borders."""
+    tokens, lengths = kit.tokens(2, 30), ([13, 17], [30])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    logits = model(tokens, position_ids=positions, use_cache=False).logits
+    for row, sizes in enumerate(lengths):
+        alone = [model(part[None], use_cache=False).logits[0] for part in tokens[row].split(sizes)]
+        torch.testing.assert_close(logits[row], torch.cat(alone))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", [name for name, (family, _) in CASES.items() if family == "llama3"])
 def test_saved_and_loaded(name, kit, tmp_path):
     model = kit.linearized(kit.build("llama3"), **CASES[name][1])

@@ -91,11 +91,10 @@ def test_layers_that_need_more_than_the_one_before_are_refused(pair):
 
 
 def assert_computed_alike(made, inputs):
-    """The outputs of all blocks, each run by itself, are those of the whole model; returns the latter."""
+    """The outputs of all blocks, each run by itself, are those of the whole model."""
     whole = softmax_outputs(made.whole, inputs)
     for block, output in run_blocks(made.partial, inputs, 1):
         assert torch.equal(output, whole[block.end - 1]), block
-    return whole
 
 
 def assert_written_alike(made, folder, dtype=None):
@@ -126,15 +125,13 @@ def test_only_one_block_is_in_memory(pair):
     made = pair("llama3", num_hidden_layers=4)
     blocks = divide([0, 1, 2, 3], 2)
     assert in_memory(made.partial) == set()
-    for block, other in [blocks, blocks[::-1]]:
+    for block in blocks:
         with loaded(made.partial, block):
             names = in_memory(made.partial)
-            assert {name.split(".")[2] for name in names if ".layers." in name} == {
-                str(index) for index in range(block.begin, block.end)
-            }
+            layers = {int(name.split(".")[2]) for name in names if ".layers." in name}
+            assert layers == set(range(block.begin, block.end))
             outside = {name for name in names if ".layers." not in name}
             assert outside == ({"model.embed_tokens.weight"} if block.index == 0 else set())
-            assert not any(f".layers.{other.begin}." in name for name in names)
         assert in_memory(made.partial) == set()
 
 

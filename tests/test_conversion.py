@@ -110,23 +110,12 @@ def test_exact_layers_and_heads():
 
 @pytest.mark.parametrize(
     ("types", "policy", "linear"),
-    [
-        ("sfs", "auto", [1]),
-        ("sfs", "keep", [1]),
-        ("sfs", "linearize", [0, 1, 2]),
-        ("sss", "auto", [0, 1, 2]),
-        ("fff", "auto", [0, 1, 2]),
-    ],
+    [("sfs", "auto", [1]), ("sfs", "keep", [1])]
+    + [(types, policy, [0, 1, 2]) for types, policy in (("sfs", "linearize"), ("sss", "auto"), ("fff", "auto"))],
 )
 def test_native_sliding_layers(types, policy, linear):
-    names = {"s": "sliding_attention", "f": "full_attention"}
-    base = build(
-        "qwen2",
-        **SMALL,
-        use_sliding_window=True,
-        sliding_window=4,
-        layer_types=[names[letter] for letter in types],
-    )
+    layers = [{"s": "sliding_attention", "f": "full_attention"}[letter] for letter in types]
+    base = build("qwen2", **SMALL, use_sliding_window=True, sliding_window=4, layer_types=layers)
     model = convert(base, AttentionConfig(sliding_layers=policy))
     assert [index for index, _ in model.linear_layers()] == linear
     assert model.config.softmax_layers == sorted({0, 1, 2} - set(linear))

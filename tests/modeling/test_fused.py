@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -42,11 +43,12 @@ def attributes(model):
 @needs_liger
 @pytest.mark.parametrize("family", FAMILIES)
 def test_liger_changes_this_model_only(family):
+    """And restores it, whatever happens inside."""
     model = make_model(family)
     source = vars(sys.modules[type(model.model).__module__])
     names, before = dict(source), attributes(model)
     outputs, weights = hidden_states(model), list(model.state_dict())
-    with liger_kernels(model) as changed:
+    with suppress(ZeroDivisionError), liger_kernels(model) as changed:
         assert source.keys() == names.keys()
         assert all(source[name] is value for name, value in names.items())
         assert list(model.state_dict()) == weights
@@ -56,18 +58,10 @@ def test_liger_changes_this_model_only(family):
         assert "model.norm" in changed
         rotary = model.model.model.layers[0].self_attn.forward.__globals__["apply_rotary_pos_emb"]
         assert rotary.__module__.startswith("liger_kernel")
+        raise ZeroDivisionError
     after = attributes(model)
     assert all(after[name] == values for name, values in before.items())
     assert torch.equal(hidden_states(model), outputs)
-
-
-@needs_liger
-def test_an_error_inside_restores_the_model():
-    model = make_model()
-    before = attributes(model)
-    with pytest.raises(RuntimeError, match="inside"), liger_kernels(model):
-        raise RuntimeError("inside")
-    assert attributes(model) == before
 
 
 @needs_liger

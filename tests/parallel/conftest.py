@@ -41,15 +41,8 @@ def settings(deep_model_dir, data_file):
         "model": {"path": str(deep_model_dir), "device": "cpu"},
         "attention": {"window_size": 4},
         "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
-        "transfer": {
-            "lr": 3e-3,
-            "batch_size": 4,
-            "micro_batch_size": 2,
-            "epochs": 1,
-            "eval_every": 3,
-            "checkpoint_every": 2,
-            "block_layers": 1,
-        },
+        "transfer": {"lr": 3e-3, "batch_size": 4, "micro_batch_size": 2, "epochs": 1, "block_layers": 1}
+        | {"eval_every": 3, "checkpoint_every": 2},
         "adjust": {"enabled": False},
     }
 

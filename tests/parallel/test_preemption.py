@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from toy_stage import Killed, failing
 
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_cache import ActivationCache
@@ -18,10 +20,6 @@ from lolcats.training import loop
 from lolcats.training.checkpoint import finished, list_checkpoints
 
 QUIET = Console(quiet=True)
-
-
-class Killed(BaseException):
-    """Stands for a signal: nothing catches it."""
 
 
 @pytest.fixture
@@ -35,24 +33,6 @@ def streamed(configure, tmp_path):
     return run
 
 
-@pytest.fixture
-def fail_at(monkeypatch):
-    """fail_at(owner, name, number, error): that call of `owner.name`, counted from 1, raises instead."""
-
-    def patch(owner, name, number, error=Killed):
-        original, calls = getattr(owner, name), [0]
-
-        def counted(*arguments, **keywords):
-            calls[0] += 1
-            if calls[0] == number:
-                raise error
-            return original(*arguments, **keywords)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    return patch
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "number", "blocks"),
     [
@@ -61,11 +41,9 @@ def fail_at(monkeypatch):
         pytest.param(Blocks, "_delete_inputs", 2, 2, marks=pytest.mark.slow),
     ],
 )
-def test_killed_and_resumed(owner, name, number, blocks, streamed, assert_equals_joint, fail_at, tmp_path, monkeypatch):
-    with monkeypatch.context():
-        fail_at(owner, name, number)
-        with pytest.raises(Killed):
-            streamed(resume=False)
+def test_killed_and_resumed(owner, name, number, blocks, streamed, assert_equals_joint, tmp_path):
+    with failing(owner, name, number), pytest.raises(Killed):
+        streamed(resume=False)
     folder = tmp_path / "out" / "run" / "transfer"
     done = sorted(path.name for path in folder.glob("block-*") if finished(path))
     assert done == ["block-000", "block-001"][:blocks]
@@ -75,9 +53,8 @@ def test_killed_and_resumed(owner, name, number, blocks, streamed, assert_equals
     assert not list(folder.rglob("*.data"))
 
 
-def test_damaged_and_foreign_caches(streamed, assert_equals_joint, fail_at, tmp_path):
-    fail_at(loop, "write_checkpoint", 8)
-    with pytest.raises(Killed):
+def test_damaged_and_foreign_caches(streamed, assert_equals_joint, tmp_path):
+    with failing(loop, "write_checkpoint", 8), pytest.raises(Killed):
         streamed(resume=False)
     with pytest.raises(UserError, match=r"run with other settings[\s\S]*transfer.lr"):
         streamed(lr=1e-4)
@@ -96,20 +73,16 @@ def test_damaged_and_foreign_caches(streamed, assert_equals_joint, fail_at, tmp_
     assert_equals_joint(tmp_path / "out")
 
 
-def test_a_full_disk_while_blocks_are_trained(streamed, assert_equals_joint, fail_at, tmp_path):
-    fail_at(ActivationCache, "write", 30, UserError("no room"))
-    with pytest.raises(UserError, match="no room"):
+def test_a_full_disk_while_blocks_are_trained(streamed, assert_equals_joint, tmp_path):
+    with failing(ActivationCache, "write", 30, UserError("no room")), pytest.raises(UserError, match="no room"):
         streamed(resume=False)
     streamed()
     assert_equals_joint(tmp_path / "out")
 
 
-def test_a_full_disk_when_a_cache_is_made(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(UserError, match=r"a.data: No space left on device .*--resume"):
+def test_a_full_disk_when_a_cache_is_made(tmp_path):
+    full, message = OSError(errno.ENOSPC, "No space left on device"), r"a.data: No space left on device .*--resume"
+    with failing(os, "posix_fallocate", 1, full), pytest.raises(UserError, match=message):
         ActivationCache(tmp_path / "a", np.arange(3), tokens=2, hidden=4, dtype=torch.float32)
     assert not list(tmp_path.iterdir())
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from ranks import largest_difference, run_ranks
 from rich.console import Console
+from toy_stage import Killed, failing
 
 from lolcats.config import LinearizeConfig, merge
 from lolcats.pipeline import linearize
@@ -46,7 +47,8 @@ def shared(both_stages, gated, model_dir, tmp_path_factory):
     (missing / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
     (missing / "model.safetensors.index.json").write_text(json.dumps(index))
-    _begin_alone(both_stages, folder / "begun alone")
+    with failing(loop, "write_checkpoint", 4), pytest.raises(Killed):  # the first of stage 2 is the third
+        linearize(LinearizeConfig.from_dict(both_stages), folder / "begun alone", console=QUIET)
     ended = run_ranks(
         {
             **run("lora"),
@@ -66,25 +68,6 @@ def shared(both_stages, gated, model_dir, tmp_path_factory):
     for process in ended:
         assert process.status == 0, process.errors
     return folder, [process.result for process in ended]
-
-
-class _Stop(Exception):
-    pass
-
-
-def _begin_alone(settings, output):
-    """A run of one process that is broken off after its first checkpoint of stage 2."""
-    write = loop.write_checkpoint
-
-    def once(directory, step, *args):
-        write(directory, step, *args)
-        if (directory.name, step) == ("adjust", 2):
-            raise _Stop
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "write_checkpoint", once)
-        with pytest.raises(_Stop):
-            linearize(LinearizeConfig.from_dict(settings), output, console=QUIET)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from family_models import build_multimodal
 from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from toy_stage import Killed, failing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from lolcats import pipeline
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
 from lolcats.conversion import covered_positions, fit_positions
 from lolcats.data import build_datasets
@@ -195,26 +197,11 @@ def test_settings_are_printed_when_a_run_begins_and_not_for_a_refusal(run, tmp_p
     ]
 
 
-class Killed(BaseException):
-    """Stands for the end of the process: nothing catches it."""
-
-
-def test_killed_in_both_stages_and_resumed_equals_unbroken(run, finished, monkeypatch, tmp_path):
-    write, left = loop.write_checkpoint, [0]
-
-    def counted(*arguments):
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        return write(*arguments)
-
-    monkeypatch.setattr(loop, "write_checkpoint", counted)
-    for checkpoints, stage in ((1, "transfer"), (3, "adjust"), (1, "adjust")):
-        left[0] = checkpoints
-        with pytest.raises(Killed):
+def test_killed_in_both_stages_and_resumed_equals_unbroken(run, finished, tmp_path):
+    for checkpoint, stage in ((2, "transfer"), (4, "adjust"), (2, "adjust")):
+        with failing(loop, "write_checkpoint", checkpoint), pytest.raises(Killed):
             run(tmp_path / "out", resume=True)
         assert (tmp_path / "out" / "run" / "adjust").exists() == (stage == "adjust")
-    left[0] = 1000
     run(tmp_path / "out", resume=True)
     reference, resumed = (load_file(path / "model.safetensors") for path in (finished[0], tmp_path / "out"))
     assert resumed.keys() == reference.keys()
@@ -248,23 +235,16 @@ def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path):
     assert snapshot(tmp_path / "out") == before
 
 
-def test_an_interruption_promises_a_resume_only_where_there_is_one(run, tmp_path, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("lolcats.pipeline.build_datasets", interrupt)
-        with pytest.raises(KeyboardInterrupt, match="there is nothing to resume"):
-            run(tmp_path / "new")
+def test_an_interruption_promises_a_resume_only_where_there_is_one(run, tmp_path):
+    nothing, some = "there is nothing to resume", r"linearize -o .*out --resume` continues from run/transfer/step-"
+    for name, at, message in (
+        ("new", "build_datasets", nothing),
+        ("out", "AdjustStage", some),
+        ("out", "build_datasets", nothing),  # of the run before --overwrite keeps nothing to resume
+    ):
+        with failing(pipeline, at, 1, KeyboardInterrupt), pytest.raises(KeyboardInterrupt, match=message):
+            run(tmp_path / name, overwrite=True)
     assert snapshot(tmp_path / "new") is None
-    with monkeypatch.context() as patched:
-        patched.setattr("lolcats.pipeline.AdjustStage", interrupt)
-        with pytest.raises(KeyboardInterrupt, match=r"linearize -o .*out --resume` continues from run/transfer/step-"):
-            run(tmp_path / "out")
-    with monkeypatch.context() as patched:  # of the run before, --overwrite keeps nothing to resume
-        patched.setattr("lolcats.pipeline.build_datasets", interrupt)
-        with pytest.raises(KeyboardInterrupt, match="there is nothing to resume"):
-            run(tmp_path / "out", overwrite=True)
 
 
 def test_a_refused_resume_writes_nothing(run, run_settings, finished, tmp_path):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from toy_stage import folders
+from toy_stage import failing, folders
 
 from lolcats.errors import UserError
 from lolcats.training.checkpoint import STATE_FILE, list_checkpoints, read_checkpoint, write_checkpoint
@@ -38,22 +38,14 @@ def test_round_trip_is_exact_and_without_pickle(tmp_path, monkeypatch, file_byte
 
 
 @pytest.mark.parametrize("call", range(1, 3))
-def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch, call):
+def test_full_disk_keeps_the_old_checkpoint(tmp_path, call):
     """The disk is full at the first or second flush before the folder gets its name."""
-    old, count, fsync = tensors(), [0], os.fsync
+    old, full = tensors(), OSError(errno.ENOSPC, "No space left on device")
     write_checkpoint(tmp_path, 1, old, {})
-
-    def failing(descriptor):
-        count[0] += 1
-        if count[0] == call:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        with pytest.raises(UserError, match=r"No space left.*step-00000001 is intact.*--resume"):
-            write_checkpoint(tmp_path, 2, tensors(), {})
-        assert folders(tmp_path) == ["step-00000001"]
+    message = r"No space left.*step-00000001 is intact.*--resume"
+    with failing(os, "fsync", call, full), pytest.raises(UserError, match=message):
+        write_checkpoint(tmp_path, 2, tensors(), {})
+    assert folders(tmp_path) == ["step-00000001"]
     for name, tensor in read_checkpoint(tmp_path / "step-00000001")[0]["weights"].items():
         assert torch.equal(tensor, old["weights"][name])
     write_checkpoint(tmp_path, 2, tensors(), {})

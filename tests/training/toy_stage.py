@@ -1,9 +1,13 @@
 """A stage small enough to train in milliseconds: independent linear regressions with dropout."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -134,11 +138,26 @@ class Killed(BaseException):
 def kill_at(number: int, error: BaseException | None = None) -> Any:
     """A `before_step` that ends the run, or raises `error`, at a micro-step."""
 
-    def before_step(count: int) -> None:
-        if count == number:
+    def before_step(step: int) -> None:
+        if step == number:
             raise error or Killed
 
     return before_step
+
+
+@contextmanager
+def failing(owner: Any, name: str, number: int, error: Any = Killed) -> Iterator[None]:
+    """Within the block that call of `owner.name`, counted from 1, raises `error`."""
+    original, calls = getattr(owner, name), count(1)
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return original(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, counted)
+        yield
 
 
 def equal_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -18,7 +18,7 @@ from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling import loading
 from lolcats.modeling.call import SOFTMAX
-from lolcats.modeling.decoder import decoder_layers, decoder_part, embedding_name, run_part
+from lolcats.modeling.decoder import decoder_layers, embedding_name, run_layers
 from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.blockwise.partial_model import PartialModel
@@ -59,7 +59,7 @@ def loaded(partial, block):
     """The layers of a block, whose weights alone (and the embedding's, for the first) are in memory."""
     parts = [f"{decoder_layers(partial.model)[0]}.{index}" for index in range(block.begin, block.end)]
     with partial.loaded(*parts, *([embedding_name(partial.model)] if block.index == 0 else [])):
-        yield decoder_part(partial.model, block.begin, block.end)
+        yield range(block.begin, block.end)
 
 
 def run_blocks(partial, inputs, size):
@@ -69,7 +69,7 @@ def run_blocks(partial, inputs, size):
     with torch.no_grad():
         for block in divide(linear, size):
             with loaded(partial, block) as part:
-                outputs.append((block, run_part(part, inputs, SOFTMAX)))
+                outputs.append((block, run_layers(partial.model, part, inputs, SOFTMAX)))
             positions = {name: tensor for name, tensor in inputs.items() if name == "position_ids"}
             inputs = positions | {"hidden_states": outputs[-1][1]}
     return outputs

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+from contextlib import ExitStack, suppress
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -12,9 +13,7 @@ from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 
 HIDDEN = "hidden_states"
-"""Key, in a batch, of the hidden states [B, T, hidden] that go into a part's first layer."""
-LAYER_INPUT = "lolcats_layer_input"
-LAYER_OUTPUT = "lolcats_layer_output"
+"""Key, in a batch, of the hidden states [B, T, hidden] that go into the first layer that runs."""
 
 
 def decoder_layers(model: LolcatsForCausalLM) -> tuple[str, nn.ModuleList]:
@@ -31,71 +30,45 @@ def decoder_layers(model: LolcatsForCausalLM) -> tuple[str, nn.ModuleList]:
     return path, layers
 
 
-def decoder_part(model: LolcatsForCausalLM, begin: int, end: int) -> nn.Module:
-    """A decoder with only the layers `begin` to `end` - 1: a second module over the same weights.
-
-    The family's own forward pass makes masks and rotary embeddings as always and calls its layers in order. Layers
-    before `begin` keep their places, because a layer's number may decide its kind, and hand their input through.
-    What follows the layers (a norm) runs if its weights are loaded. The model does not change, and its hooks run.
-
-    It is called by `run_part`, or like the decoder.
-    """
-    _, layers = decoder_layers(model)
-    decoder = model.get_decoder()
-    passed = [_second(layer) for layer in layers[:begin]]
-    for layer in passed:
-        vars(layer)["forward"] = _hand_through
-    last = _second(layers[end - 1])
-    last.register_forward_hook(_take_output, with_kwargs=True)
-    part = _second(decoder)
-    for name, module in decoder.named_children():
-        if module is layers:
-            part.add_module(name, nn.ModuleList([*passed, *layers[begin : end - 1], last]))
-        elif any(parameter.is_meta for parameter in module.parameters()):
-            part.add_module(name, nn.Identity())
-    return part
+class _Done(Exception):
+    """Ends a pass after the last layer that is wanted."""
 
 
-def run_part(part: nn.Module, inputs: dict[str, Tensor], call: AttentionCall) -> Tensor:
-    """The hidden states [B, T, hidden] after the last layer of a `decoder_part`.
+def run_layers(model: LolcatsForCausalLM, layers: range, inputs: dict[str, Tensor], call: AttentionCall) -> Tensor:
+    """The hidden states [B, T, hidden] after some layers of the decoder.
+
+    The family's own forward pass makes masks and rotary embeddings as always. Layers before these hand their input
+    through, and nothing after them runs.
 
     Args:
-        inputs: keyword arguments of the decoder; a part that begins after layer 0 gets `HIDDEN` instead of input_ids.
+        inputs: keyword arguments of the decoder; for layers that are not the first `HIDDEN` instead of input_ids.
     """
-    arguments: dict[str, Any] = dict(inputs)
-    if HIDDEN in arguments:  # LAYER_INPUT: what the decoder does to its input (a scale, say) must not happen again
-        arguments["inputs_embeds"] = arguments[LAYER_INPUT] = arguments.pop(HIDDEN)
-    output: list[Tensor] = []
-    part(**arguments, use_cache=False, **{ATTENTION_CALL: call, LAYER_OUTPUT: output})
-    return output[0]
+    found, outputs, arguments = decoder_layers(model)[1], [], dict(inputs)
+    if HIDDEN in arguments:
+        arguments["inputs_embeds"] = arguments.pop(HIDDEN)
+
+    def take(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output)
+        raise _Done
+
+    def hand_through(*_: Any, **__: Any) -> Tensor:
+        return arguments["inputs_embeds"]  # without what the decoder does to its input, a scale say
+
+    hook = found[layers.stop - 1].register_forward_hook(take)
+    with ExitStack() as changes, suppress(_Done):
+        changes.callback(hook.remove)
+        for layer in found[: layers.start]:
+            changes.enter_context(patch.object(layer, "forward", hand_through))
+        model.get_decoder()(**arguments, use_cache=False, **{ATTENTION_CALL: call})
+    if not isinstance(outputs[0], Tensor):
+        raise UserError(
+            f"{type(found[0]).__name__} cannot be trained block by block: it returns {type(outputs[0]).__name__}"
+            " instead of a tensor; use transfer.block_mode=joint"
+        )
+    return outputs[0]
 
 
 def embedding_name(model: LolcatsForCausalLM) -> str:
     """Path of the token embedding in the base model."""
     embedding = model.get_input_embeddings()
     return next(name for name, module in model.model.named_modules() if module is embedding)
-
-
-def _second(module: nn.Module) -> nn.Module:
-    """Another module with the same parameters and children, whose own children and hooks can be changed."""
-    second = copy.copy(module)
-    for name, value in vars(module).items():
-        if isinstance(value, dict) and (name == "_modules" or "_hooks" in name):
-            vars(second)[name] = copy.copy(value)
-    return second
-
-
-def _hand_through(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return kwargs.get(LAYER_INPUT, hidden_states)
-
-
-def _take_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    found = kwargs.get(LAYER_OUTPUT)
-    if found is None:
-        return
-    if not isinstance(output, Tensor):
-        raise UserError(
-            f"{type(module).__name__} cannot be trained block by block: it returns {type(output).__name__} instead of"
-            " a tensor; use transfer.block_mode=joint"
-        )
-    found.append(output)

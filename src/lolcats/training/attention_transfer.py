@@ -19,7 +19,7 @@ from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import batch_losses, batches_of, dataset_perplexity
 from lolcats.modeling.call import SOFTMAX, AttentionCall
-from lolcats.modeling.decoder import HIDDEN, decoder_layers, decoder_part, run_part
+from lolcats.modeling.decoder import HIDDEN, decoder_layers, run_layers
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import is_sharded
@@ -65,12 +65,10 @@ class TransferStage:
         self.sink = sink
         found = (item for item in model.linear_layers() if layers is None or item[0] in layers)
         self.layers: dict[int, nn.Module] = dict(sorted(found))
-        self.decoder = model.get_decoder()
         # FSDP's or accelerate's hooks must see whole passes; else nothing after the last trained layer is run
-        self.is_part = not is_sharded(model) and "forward" not in vars(self.decoder)
-        if self.is_part:
+        if not is_sharded(model) and "forward" not in vars(model.get_decoder()):
             layers = layers or range(max(self.layers) + 1)
-            self.decoder = decoder_part(model, layers.start, layers.stop)
+        self.run = layers
         size = config.block_layers or len(self.layers)
         self.block_of_layer = {layer: order // size for order, layer in enumerate(self.layers)}
         self.layers_in_block = [0] * (max(self.block_of_layer.values()) + 1)
@@ -148,9 +146,9 @@ class TransferStage:
 
     def _hidden_states(self, inputs: dict[str, Tensor], call: AttentionCall) -> Tensor | None:
         """After the last layer that is run; None if that is the model's last one."""
-        if self.is_part:
-            return run_part(self.decoder, inputs, call)
-        self.decoder(**inputs, use_cache=False, attention_call=call)
+        if self.run is not None:
+            return run_layers(self.model, self.run, inputs, call)
+        self.model.get_decoder()(**inputs, use_cache=False, attention_call=call)
         return None
 
     def _losses(self, inputs: dict[str, Tensor], scale: float | None) -> dict[str, Tensor]:

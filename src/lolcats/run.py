@@ -201,9 +201,6 @@ class Run:
 def open_run(config: LinearizeConfig, output: Path, console: Console | None = None, **options: Any) -> Iterator[Run]:
     """The checks, then a block in which no other process uses the folder.
 
-    Args:
-        options: as of `Run`.
-
     Raises:
         UserError: as `Run.check`.
         KeyboardInterrupt: the block was interrupted; says how to resume, if there is anything.

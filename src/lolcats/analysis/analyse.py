@@ -76,11 +76,7 @@ def analyse(
 def measure(
     model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: int = 1, span: int = MAP_SPAN
 ) -> dict[str, Any]:
-    """layers, mse, mse_heads, linear_share and maps, averaged over all sequences.
-
-    Args:
-        span: queries of a map, and keys at either end.
-    """
+    """layers, mse, mse_heads, linear_share and maps, averaged over all sequences."""
     layers = sorted(index for index, _ in model.linear_layers())
     shown = layers
     if len(layers) > MAP_LAYERS:  # evenly spaced, the first and the last among them

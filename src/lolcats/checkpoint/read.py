@@ -31,9 +31,6 @@ INDEX = "model.safetensors.index.json"
 class ShardReader:
     """The tensors of a checkpoint folder, by name.
 
-    Args:
-        folder: with `model.safetensors`, or shards and their index.
-
     Attributes:
         file_of: name of a tensor -> name of its file.
     """
@@ -78,10 +75,6 @@ class BaseCheckpoint:
 
     transformers' own rules say which tensors in the files make which weight in memory. They are internal, which is why
     pyproject.toml bounds the version and the tests go through all families.
-
-    Args:
-        base: the model, whose weights may be on the meta device.
-        folder: with `model.safetensors`, or shards and their index.
 
     Attributes:
         tied: names of weights of the base model that are another weight under a second name.

@@ -183,11 +183,7 @@ def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[
 
 
 def write_configuration(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
-    """Configuration, generation settings and code, by `save_pretrained` with no weights; before the weights.
-
-    Args:
-        dtype: of the weights, to be named in the configuration; None: the model's own.
-    """
+    """Configuration, generation settings and code, by `save_pretrained` with no weights; before the weights."""
     model.save_pretrained(folder, state_dict={})
     for name in (SINGLE, INDEX):
         (folder / name).unlink(missing_ok=True)

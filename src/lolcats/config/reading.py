@@ -75,11 +75,7 @@ def validated(section: type[Read], values: dict[str, Any]) -> Read:
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """The message for the user: each wrong field, what is wrong with it and what it got; a misspelt one's neighbours.
-
-    Args:
-        root: the section that was read.
-    """
+    """The message for the user: each wrong field, what is wrong, what it got, and a misspelt one's neighbours."""
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "config"

@@ -89,10 +89,6 @@ def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> Da
     """`data` with `begin_token` as it suits a model, unless `data` sets it.
 
     A linearized folder gets what it was trained with; any other model what its tokenizer does with a text.
-
-    Args:
-        model: folder or hub id of the model that will read the data.
-        tokenizer: its own.
     """
     if "begin_token" in data.model_fields_set:
         return data

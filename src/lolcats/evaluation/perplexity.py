@@ -83,9 +83,6 @@ def batch_losses(
     """ "losses" [B * T] of predicting each position's successor (nats, float32), 0 where that is no label.
 
     Nothing in it depends on where labels are, so that a CUDA graph may hold it.
-
-    Args:
-        batch: as `PackedDataset.batch`, on the model's device.
     """
     extra = {} if attention_call is None else {"attention_call": attention_call}
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}

@@ -33,13 +33,7 @@ _GENERATORS = ("generate_samples", "sys_vartrack_w_noise_random", "sys_word_pair
 def ruler_tasks(
     tokenizer: Any, *, lengths: Sequence[int], samples: int, seed: int, haystack: str = "demo"
 ) -> dict[tuple[str, int], Any]:
-    """lm-eval's tasks by name and length, each with one metric, the share of a text's answers that is found.
-
-    Args:
-        lengths: tokens of prompt and answer.
-        samples: texts of each task and length.
-        haystack: data source of natural text (`haystack_text`).
-    """
+    """lm-eval's tasks by name and length, each with one metric, the share of a text's answers that is found."""
     from lm_eval.api.task import ConfigurableTask
 
     tasks = {}

@@ -22,10 +22,6 @@ class Chat:
     answer: its end, the new message, the beginning of the next answer. If the template rewrites earlier turns,
     the whole conversation is fed again.
 
-    Args:
-        engine: runs the model. With a background thread, a turn can be cancelled.
-        system: a system message, or None.
-
     Attributes:
         messages: the conversation.
         rendered: its text as the model saw it, up to the beginning of the last answer.

@@ -176,10 +176,6 @@ class RecurrentSlots(LinearAttentionLayer):
 
     A pass works on copies. The code takes padding on the right for tokens: the rows of a pass have equally
     many tokens, or none.
-
-    Args:
-        slots: number of sequences.
-        like: the cache layer of one sequence, for shapes, types and device.
     """
 
     def __init__(self, slots: int, like: LinearAttentionLayer) -> None:

@@ -19,10 +19,6 @@ class HeadSplit:
 
     The weights keep the order of the base model, in which heads of one kind mostly stand together; so a few slices
     are joined here, and any family's projections can stay as they are.
-
-    Args:
-        num_kv_heads: G.
-        exact: KV heads that keep softmax attention.
     """
 
     def __init__(self, num_kv_heads: int, exact: Sequence[int] = ()) -> None:
@@ -68,12 +64,7 @@ def _joined(pieces: tuple[Tensor, ...], dim: int) -> Tensor:
 
 
 def named_heads(names: Iterable[str], num_kv_heads: Mapping[int, int], model: str) -> dict[int, set[int]]:
-    """The heads of each layer that are named as in `AttentionConfig.exact`: 7.2, 7, 0-7.
-
-    Args:
-        num_kv_heads: of the model's layers that have attention, by index.
-        model: its name, for errors.
-    """
+    """The heads of each layer that are named as in `AttentionConfig.exact`: 7.2, 7, 0-7."""
     found: dict[int, set[int]] = {index: set() for index in num_kv_heads}
     for name in names:
         layer, _, head = name.partition(".")

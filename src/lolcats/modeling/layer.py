@@ -26,11 +26,6 @@ class HybridAttention(nn.Module):
     the parameters in memory, where training always keeps them, sharded or not. They stay in float32 whatever the
     model's type.
 
-    Args:
-        config: the attention settings.
-        num_heads, num_kv_heads, head_dim: shape of the attention layer.
-        exact: its KV heads that keep softmax attention, and have no parameters here.
-
     Attributes:
         heads: which heads are linear. `forward` gets these alone, the losses all of the layer's.
         num_heads, num_kv_heads: of the linear heads.

@@ -161,10 +161,6 @@ def fit_micro_batches(section: SectionT, name: str, group: Group, report: Callab
     """The section with micro-batches of which every rank gets equally many; smaller ones if need be.
 
     Gradients add up to the same batch, so results differ by rounding alone.
-
-    Args:
-        name: of the section, for messages.
-        report: receives a sentence if the micro-batches become smaller.
     """
     if section.batch_size % group.world:
         raise UserError(

@@ -15,9 +15,6 @@ _BROKEN = "\ufffd"
 class CompletionFormat:
     """The response to one HTTP request to /v1/completions.
 
-    Args:
-        with_logprobs: whether the request asked for them.
-
     Attributes:
         usage: tokens so far; prompts count once, whatever the number of their answers.
     """

@@ -249,9 +249,6 @@ class Service:
 class Choices:
     """The choices of one HTTP request, which end together when one fails.
 
-    Args:
-        each: prompt and parameters of each choice.
-
     Raises:
         HTTPException: 400 what the engine refuses, 503 it is shut down.
     """

@@ -192,11 +192,7 @@ class TransferStage:
 def layer_loss(
     config: TransferSection, module: Any, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: dict[str, Any]
 ) -> Tensor:
-    """Distance between a layer's linear attention and its softmax attention: a float32 scalar; padding does not count.
-
-    Args:
-        module: the layer's `HybridAttention`; others as its observer gets them.
-    """
+    """Distance between a layer's linear and its softmax attention: a float32 scalar; padding does not count."""
     call = dict(call)
     sliding_window = call.pop("sliding_window", None)
     loss = q.new_zeros((), dtype=torch.float32)

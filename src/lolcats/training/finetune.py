@@ -42,12 +42,7 @@ PADDING_STEPS = 8
 
 
 class AdjustStage:
-    """The `Stage` of low-rank adjusting (or full finetuning); see `lolcats.training.stage`.
-
-    Args:
-        group: the processes that share the evaluations.
-        report: receives a sentence if CUDA graphs are wanted and not possible.
-    """
+    """The `Stage` of low-rank adjusting (or full finetuning); see `lolcats.training.stage`."""
 
     name = "adjust"
     by_labels = False

@@ -162,11 +162,7 @@ def graphs_wanted(
     *,
     has_dropout: bool = False,
 ) -> bool:
-    """Whether micro-steps of this model can be captured; on a GPU `report` hears why not.
-
-    Args:
-        setting: "auto" or "off".
-    """
+    """Whether micro-steps of this model can be captured; on a GPU `report` hears why not."""
     devices = {parameter.device for parameter in model.parameters()}
     if setting == "off" or any(device.type != "cuda" for device in devices):
         return False

@@ -110,12 +110,7 @@ def part_size(vocabulary: int) -> int:
 def weighted_cross_entropy(
     features_LD: Tensor, label_L: Tensor, weight_L: Tensor, head: LanguageHead, *, part: int
 ) -> Tensor:
-    """Sum over L positions of weight times cross-entropy (nats) of the label; a float32 scalar.
-
-    Args:
-        features_LD: the decoder's output where labels are to be predicted.
-        part: positions whose logits are made at once.
-    """
+    """Sum over L positions of weight times cross-entropy (nats) of the label; a float32 scalar."""
     if head.frozen and not torch.is_autocast_enabled(features_LD.device.type):
         return _FrozenHeadLoss.apply(features_LD, label_L, weight_L, head, part)
 

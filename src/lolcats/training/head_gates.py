@@ -33,13 +33,7 @@ AVERAGE_STEPS = 100
 
 
 class GateStage:
-    """The `Stage` of the gates; see `lolcats.training.stage`. Only they are trained.
-
-    Args:
-        model: with linear heads, whose feature maps are trained already.
-        validation: texts as in training, see `lolcats.data.retrieval.retrieval_dataset`.
-        group: the processes that share the evaluations.
-    """
+    """The `Stage` of the gates; see `lolcats.training.stage`. Only they are trained."""
 
     name = "gates"
     metric = "loss"

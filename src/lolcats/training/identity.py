@@ -14,11 +14,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".json", ".jinja")
 
 
 def identity(config: LinearizeConfig, *stages: str, weights: str, validation: PackedDataset) -> dict[str, Any]:
-    """Of what a run makes in, or measures after, these stages: plain values, by which changes are named.
-
-    Args:
-        weights: `weights_hash` of the base model, which is the teacher.
-    """
+    """Of what a run makes in, or measures after, these stages: plain values, by which changes are named."""
     data = {"fingerprint": validation.info["fingerprint"]}
     return config_fingerprint(config, *stages) | {"base": {"weights": weights}, "validation": data}
 

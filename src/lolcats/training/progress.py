@@ -18,11 +18,6 @@ class Progress:
     """A stage's progress: a live bar on a terminal; else a line per evaluation, and one every `interval_s` seconds.
 
     Call order: `start`, then any of `update`, `log`, `evaluated`, `message`, then `close`.
-
-    Args:
-        console: None: nothing is shown.
-        tracking: where training curves go; None: nowhere.
-        clock: seconds, as `time.monotonic`.
     """
 
     def __init__(

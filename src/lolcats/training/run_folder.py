@@ -84,11 +84,7 @@ def _holds_files(folder: Path) -> bool:
 
 
 def take_stages(source: Path, output: Path, names: list[str]) -> None:
-    """Copy finished stages of another run, unless this one has begun its own.
-
-    Args:
-        source, output: the runs' folders; their settings up to these stages agree.
-    """
+    """Copy finished stages of another run, unless this one has begun its own."""
     for name in names:
         target = output / "run" / name
         if target.exists() or finished(source / "run" / name) is None:

@@ -18,13 +18,7 @@ PROJECT = "lolcats"
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where a run's training curves go. Its package is imported when the first stage begins.
-
-    Args:
-        name: of the tracker, as `output.track`.
-        folder: for the tracker's files and the names of its runs.
-        settings: plain values that W&B and trackio show beside the curves.
-    """
+    """Where a run's training curves go. Its package is imported when the first stage begins."""
 
     name: str
     folder: Path

@@ -104,10 +104,6 @@ class ExactHeads(nn.ModuleList):
 
     So the pages of all exact heads are equally large and share few tables, however many heads of a layer are exact:
     vLLM keeps layers with other numbers of heads in tables of their own, each for as many layers as the rarest number.
-
-    Args:
-        softmax: vLLM's attention of all heads.
-        heads: the KV heads, as `softmax` counts them.
     """
 
     def __init__(self, softmax: Attention, heads: Sequence[int]) -> None:
@@ -180,11 +176,6 @@ class PagedHybridAttention(Page):
     """Takes the place of vLLM's `Attention` in a layer: after projections, norms and rotary embedding.
 
     Under tensor parallelism it holds the feature maps, window factors and states of its rank's heads.
-
-    Args:
-        config: the linearized model's.
-        layer: which of its layers this is, with the heads of all ranks.
-        softmax: the base model's attention of this rank, whose name this takes.
     """
 
     pages: StatePages | None

@@ -67,12 +67,7 @@ class Ring:
 
 
 def page_bytes(states: Sequence[int], rings: Sequence[Ring]) -> int:
-    """The size of pages with which a sequence needs least memory, where all layers' are equally large.
-
-    Args:
-        states: bytes of the layers without rings.
-        rings: of the others.
-    """
+    """The size of pages with which a sequence needs least memory, where all layers' are equally large."""
     least = max([*states, *(max(ring.state_bytes, ring.slot_bytes) for ring in rings)])
     # Pages that some layer fills with all that it keeps, with half of it, ..., rounded up to multiples of 16 bytes.
     parts = [(ring, count) for ring in rings for count in range(1, 1 + ring.pages(least))]

@@ -157,9 +157,6 @@ def weights_cross_entropy(
 
     The softmax weights are constants. Weights are computed for a block of queries at a time, and again in the backward
     pass, so that no matrix of weights outlives its block. Arguments and errors as `attention_weights`.
-
-    Args:
-        block: queries taken at a time, with the keys up to them; the result is the same.
     """
     with torch.autocast(q_BHTD.device.type, enabled=False):
         weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, sliding_window, cu_seqlens)

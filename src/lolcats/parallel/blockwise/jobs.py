@@ -74,11 +74,7 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
 
 
 def train_one(folder: Path, number: int, console: Console, *, device: str | None = None) -> None:
-    """Train a block of a job folder, or resume its training.
-
-    Args:
-        device: in place of the configuration's.
-    """
+    """Train a block of a job folder, or resume its training."""
     config, data = job_config(folder, device), packed_data(folder)
     partial, _ = load_in_parts(config)
     data["train"] = moved(data["train"], stage_section(config, "transfer", partial.model.model))
@@ -96,11 +92,7 @@ def train_one(folder: Path, number: int, console: Console, *, device: str | None
 
 
 def job_config(folder: Path, device: str | None = None) -> LinearizeConfig:
-    """The configuration of a run that takes a job folder's blocks.
-
-    Args:
-        device: in place of the configuration's.
-    """
+    """The configuration of a run that takes a job folder's blocks."""
     _content(folder)
     config = LinearizeConfig.from_yaml(folder / CONFIG_FILE)
     return _with_jobs(config, folder, {} if device is None else {"model": {"device": device}})

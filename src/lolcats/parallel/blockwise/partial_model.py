@@ -23,11 +23,7 @@ from lolcats.parallel.blockwise.layers import LayerBlock
 
 
 def load_in_parts(config: LinearizeConfig, device: torch.device | None = None) -> tuple[PartialModel, Any]:
-    """The converted model without its weights, and its tokenizer.
-
-    Args:
-        device: None: as `config.model.device` says.
-    """
+    """The converted model without its weights, and its tokenizer."""
     skeleton, tokenizer = load_skeleton(config.model)
     torch.manual_seed(config.seed)  # feature maps start as in joint training
     model = convert(skeleton, config.attention)
@@ -39,11 +35,6 @@ class PartialModel:
     """A linearized model of which only the parts in use hold weights.
 
     Feature maps and window factors always do: they are small, and lie on the CPU unless their part is in use.
-
-    Args:
-        model: what `lolcats.conversion.convert` made of `lolcats.modeling.loading.load_skeleton`.
-        folder: the base model's checkpoint.
-        device: where parts are put.
     """
 
     def __init__(self, model: LolcatsForCausalLM, folder: Path, device: torch.device) -> None:

@@ -18,13 +18,8 @@ EXACT = ["0.1", "1"]  # a layer of both kinds, and one of exact heads alone
 @pytest.fixture(params=["llama3", "gemma3", "gpt-oss", "gemma4-shared-keys"])
 def bounded(request, kit):
     """Layers of both kinds, in Gemma one with a native window."""
-    attention = {
-        "window_size": 3,
-        "sinks": SINKS,
-        "exact": EXACT,
-        "exact_window": WINDOW,
-        "sliding_layers": "linearize",
-    }
+    attention = {"window_size": 3, "sinks": SINKS, "sliding_layers": "linearize"}
+    attention |= {"exact": EXACT, "exact_window": WINDOW}
     return kit.linearized(kit.build(request.param), **attention)
 
 

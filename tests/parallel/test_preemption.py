@@ -62,11 +62,9 @@ def test_damaged_and_foreign_caches(streamed, assert_equals_joint, tmp_path):
     content = np.memmap(data, dtype=np.uint8, mode="r+")
     content[100] ^= 255
     content.flush()
-    with pytest.raises(
-        UserError, match=r"block-001-validation.data: the hidden states of sequence 0 .* checksum"
-    ) as caught:
+    remedy = "delete block-001-validation.data and block-001-validation.rows"
+    with pytest.raises(UserError, match=rf"block-001-validation.data: .* sequence 0 .* checksum[\s\S]*{remedy}"):
         streamed()
-    assert "delete block-001-validation.data and block-001-validation.rows" in str(caught.value)
     data.unlink()
     data.with_suffix(".rows").unlink()
     streamed()

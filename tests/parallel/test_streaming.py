@@ -21,23 +21,18 @@ def test_equal_to_joint_training(size, configure, joint, assert_equals_joint, tm
     assert len(stage["blocks"]) == -(-4 // size)
 
 
+OTHERS = {
+    "softmax-layers": {"attention": {"exact": [1, 3], "feature_dim": 3}, "data": {"loss_on": "all"}},
+    "bfloat16-jumps": {
+        "model": {"dtype": "bfloat16"},
+        "data": {"position_offset": "auto", "position_jumps": 2},
+        "transfer": {"block_layers": 2, "schedule": "cosine"},
+    },
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "attention": {"exact": [1, 3], "feature_dim": 3},
-            "data": {"loss_on": "all"},
-            "transfer": {"schedule": "cosine"},
-        },
-        {
-            "model": {"dtype": "bfloat16"},
-            "data": {"position_offset": "auto", "position_jumps": 2},
-            "transfer": {"block_layers": 2},
-        },
-    ],
-    ids=["softmax-layers", "bfloat16-jumps"],
-)
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
 def test_equal_in_other_settings(changes, configure, different_layers, tmp_path):
     linearize(configure(**changes), tmp_path / "joint", console=QUIET)
     linearize(configure(**merge(changes, STREAMING)), tmp_path / "streamed", console=QUIET)

@@ -312,9 +312,7 @@ def test_automatic_offset_goes_as_far_as_the_model(run, run_settings, tmp_path):
         data = DataSection(sequence_length=length, position_offset="auto")
         assert fit_positions(data, base).position_offset == offset
     short = fit_positions(DataSection(sequence_length=12), base)
-    assert covered_positions({"transfer": short}, base).startswith(
-        "positions trained: transfer up to 12, of the model's 128; what lies beyond"
-    )
+    assert "up to 12, of the model's 128; what lies beyond" in covered_positions({"transfer": short}, base)
 
 
 def test_lolcats_plus_says_what_a_large_model_needs_before_anything_is_read(tmp_path):

@@ -15,16 +15,8 @@ pytestmark = pytest.mark.slow
 
 datasets = pytest.importorskip("datasets")
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-QUICK = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-}
+QUICK = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True}
+QUICK |= {"report_to": "none", "save_strategy": "no", "bf16": False}
 
 
 @pytest.fixture
@@ -40,8 +32,10 @@ def tokenizer(model_dir):
     return tokenizer
 
 
-def train(trainer):
-    """Two updates; losses are numbers, and what is trained has changed."""
+def train(trainer, model, config, rows, tokenizer, lora=LORA, **options):
+    """Losses of two updates, which are numbers; what is trained has changed."""
+    options |= {"processing_class": tokenizer, "peft_config": lora}
+    trainer = trainer(model=model, args=config, train_dataset=datasets.Dataset.from_dict(rows), **options)
     model = trainer.model
     trained = {name: x.detach().clone() for name, x in model.named_parameters() if x.requires_grad}
     trainer.train()
@@ -55,38 +49,23 @@ def train(trainer):
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 def test_supervised(model, tokenizer, tmp_path, packing, lora):
-    rows = datasets.Dataset.from_dict({"text": [" ".join(f"w{(i * j) % 60}" for j in range(3, 12)) for i in range(24)]})
+    rows = {"text": [" ".join(f"w{(i * j) % 60}" for j in range(3, 12)) for i in range(24)]}
     config = trl.SFTConfig(output_dir=str(tmp_path), max_length=24, packing=packing, **QUICK)
-    losses = train(
-        trl.SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=lora)
-    )
+    losses = train(trl.SFTTrainer, model, config, rows, tokenizer, lora)
     assert losses[0] > 1
 
 
 def test_preferences(model, tokenizer, tmp_path):
-    rows = datasets.Dataset.from_dict(
-        {"prompt": ["w1 w2 w3", "w4"] * 6, "chosen": [" w5 w6", " w7"] * 6, "rejected": [" w8", " w9 w10 w11"] * 6}
-    )
+    rows = {"prompt": ["w1 w2 w3", "w4"] * 6, "chosen": [" w5 w6", " w7"] * 6, "rejected": [" w8", " w9 w10 w11"] * 6}
     config = trl.DPOConfig(output_dir=str(tmp_path), max_length=24, **QUICK)
-    losses = train(
-        trl.DPOTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=LORA)
-    )
+    losses = train(trl.DPOTrainer, model, config, rows, tokenizer)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-3)  # policy and reference are one
 
 
 def test_rewards(model, tokenizer, tmp_path):
-    rows = datasets.Dataset.from_dict({"prompt": ["w1 w2 w3", "w4"] * 6})
     config = trl.GRPOConfig(output_dir=str(tmp_path), max_completion_length=6, num_generations=2, beta=0.0, **QUICK)
 
     def length(completions, **_):
         return [float(len(set(text.split()))) for text in completions]
 
-    trainer = trl.GRPOTrainer(
-        model=model,
-        reward_funcs=length,
-        args=config,
-        train_dataset=rows,
-        processing_class=tokenizer,
-        peft_config=LORA,
-    )
-    train(trainer)
+    train(trl.GRPOTrainer, model, config, {"prompt": ["w1 w2 w3", "w4"] * 6}, tokenizer, reward_funcs=length)

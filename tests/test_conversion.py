@@ -294,16 +294,10 @@ def test_probing_hides_no_programming_error(monkeypatch):
     """A model that fails is refused with the cause; a mistake in code is not taken for such a model."""
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-    def fail(error):
-        def forward(self, *args, **kwargs):
-            raise error
-
-        monkeypatch.setattr(LlamaAttention, "forward", forward)
-
-    fail(ValueError("no such shape"))
+    monkeypatch.setattr(LlamaAttention, "forward", Mock(side_effect=ValueError("no such shape")))
     with pytest.raises(UserError, match=r"failed \(ValueError: no such shape\)"):
         convert(llama(), AttentionConfig())
-    fail(NameError("a misspelt name"))
+    monkeypatch.setattr(LlamaAttention, "forward", Mock(side_effect=NameError("a misspelt name")))
     with pytest.raises(NameError, match="a misspelt name"):
         convert(llama(), AttentionConfig())
 

@@ -1,6 +1,7 @@
 """Exported folders: the files of save_pretrained, swapped in whole."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -115,12 +116,10 @@ def test_a_failed_export_replaces_nothing(adapted, tmp_path, monkeypatch):
         assert AutoModelForCausalLM.from_pretrained(folder)
         raise UserError("another model")
 
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
     with pytest.raises(UserError, match="another model"):
         export(*adapted(), output, report={}, card="after", check=check)
-    monkeypatch.setattr("lolcats.modeling.model.write_code", full)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr("lolcats.modeling.model.write_code", Mock(side_effect=full))
     with pytest.raises(UserError, match="No space left"):
         export(*adapted(), output, report={}, card="after")
     assert {x: x.read_bytes() for x in before} == before

@@ -3,8 +3,10 @@
 import copy
 import json
 import sys
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from lolcats.config import DataSection
 from lolcats.errors import UserError
@@ -112,11 +114,6 @@ def test_mistakes_are_found_before_loading():
 
 
 def test_out_of_memory_says_what_to_do(load, monkeypatch):
-    import torch
-
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("no")
-
-    monkeypatch.setattr(suite, "recall_accuracy", fail)
+    monkeypatch.setattr(suite, "recall_accuracy", Mock(side_effect=torch.OutOfMemoryError("no")))
     with pytest.raises(UserError, match="--batch-size"):
         evaluate_models(["teacher"], load, EvalOptions(tasks=("passkey",)))

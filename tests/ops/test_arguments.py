@@ -12,9 +12,8 @@ CASE = make_case("terraced 4", 6, batch=2, heads=6, kv_heads=2, head_dim=8, colu
 ONE = CASE.with_qkv(lambda x: x[:1])
 CU = torch.tensor([0, 2, 6], dtype=torch.int32)
 STATE = CASE.run("chunked", return_state=True)[1]
-OTHER_STATE = CASE.with_qkv(torch.clone, config=replace(CASE.config, window_size=5)).run("chunked", return_state=True)[
-    1
-]
+OTHER = replace(CASE, config=replace(CASE.config, window_size=5))
+OTHER_STATE = OTHER.run("chunked", return_state=True)[1]
 
 
 def keys(function):

@@ -1,5 +1,7 @@
 """`lolcats linearize` up to the pipeline."""
 
+from unittest.mock import Mock
+
 import pytest
 import yaml
 
@@ -77,22 +79,16 @@ def test_mistakes_end_with_a_message(cli, pipeline_calls, arguments, message):
     assert pipeline_calls == []
 
 
-def test_errors_of_the_pipeline_interruption_and_debug(cli, pipeline_calls, replace_module, monkeypatch):
-    raised = [KeyboardInterrupt(), Terminated("`x --resume` continues"), *[UserError("the disk [is] full")] * 2]
-
-    def fail(*_, **__):
-        raise raised.pop(0)
-
-    replace_module("lolcats.pipeline", linearize=fail)
+def test_errors_of_the_pipeline_interruption_and_debug(cli, pipeline_calls, replace_module):
+    full = UserError("the disk [is] full")
+    raised = [KeyboardInterrupt(), Terminated("`x --resume` continues"), full, full]
+    replace_module("lolcats.pipeline", linearize=Mock(side_effect=raised))
     arguments = ["linearize", "m", "--data", "d", "-o", "out"]
-    interrupted = cli(*arguments)
+    interrupted, terminated, failed, debugged = *(cli(*arguments) for _ in range(3)), cli("--debug", *arguments)
     assert interrupted.exit_code == 130
     assert "--resume" not in interrupted.stderr  # the pipeline says whether there is anything to resume
-    terminated = cli(*arguments)
     assert terminated.exit_code == 143
     assert "terminated `x --resume` continues" in terminated.stderr
-    result = cli(*arguments)
-    assert result.exit_code == 1
-    assert "error: the disk [is] full" in result.stderr
-    debugged = cli("--debug", *arguments)
+    assert failed.exit_code == 1
+    assert "error: the disk [is] full" in failed.stderr
     assert isinstance(debugged.exception, UserError)

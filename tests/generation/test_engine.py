@@ -1,10 +1,11 @@
 """The engine: tokens of generate(), whatever runs beside a request; ends, errors, fairness, threads."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from generation_kit import BOUNDED, CHUNKED, HYBRID
+from toy_stage import failing
 
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Piece, Result
@@ -176,16 +177,14 @@ def test_a_callback_that_fails_ends_its_request_only(make_engine):
     assert slots_are_free(engine)
 
 
-def test_a_model_that_fails_ends_those_it_ran_for(kit, make_engine, monkeypatch):
+def test_a_model_that_fails_ends_those_it_ran_for(kit, make_engine):
     engine = make_engine(max_slots=2, prefill_chunk=4)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     running = engine.submit([1], params)
     engine.step()
-    prefill = Runner.prefill
-    monkeypatch.setattr(Runner, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
-    failed = engine.submit([2, 3], params).result()
+    with failing(Runner, "prefill", 1, RuntimeError("out of memory")):
+        failed = engine.submit([2, 3], params).result()
     assert (failed.finish_reason, failed.error) == ("error", "RuntimeError: out of memory")
-    monkeypatch.setattr(Runner, "prefill", prefill)
     assert engine.submit([2, 3], params).result().finish_reason == "length"
     assert running.result().token_ids == make_engine().generate([[1]], params)[0].token_ids
     assert slots_are_free(engine)
@@ -194,21 +193,15 @@ def test_a_model_that_fails_ends_those_it_ran_for(kit, make_engine, monkeypatch)
 def test_background_thread(kit, model, make_engine):
     engine = make_engine(max_slots=3).start()
     prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
-    answers: dict[int, list[int]] = {}
 
-    def ask(index: int) -> None:
-        handle = engine.submit(prompts[index], SamplingParams(max_new_tokens=12))
-        text = "".join(handle)
-        result = handle.result()
-        assert text == result.text
-        answers[index] = result.token_ids
+    def ask(prompt: list[int]) -> list[int]:
+        handle = engine.submit(prompt, SamplingParams(max_new_tokens=12))
+        assert "".join(handle) == handle.result().text
+        return handle.result().token_ids
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [answers[index] for index in range(len(prompts))] == [kit.greedy(model, item, 12) for item in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(ask, prompts))
+    assert answers == [kit.greedy(model, prompt, 12) for prompt in prompts]
     assert engine.generate([[1]], SamplingParams(max_new_tokens=1))[0].finish_reason in ("length", "stop")
     last = engine.submit([5], SamplingParams(max_new_tokens=20, ignore_eos=True))
     engine.shutdown()

@@ -12,21 +12,11 @@ from family_models import COMMON
 from family_models import build as build_family
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.conversion import (
-    check_architecture,
-    convert,
-    fit_positions,
-    keep_softmax,
-)
+from lolcats.conversion import check_architecture, convert, fit_positions, keep_softmax
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.modeling.compat import CACHE

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as reference
 
 from lolcats.generation import sampling
 from lolcats.generation.sampling import SamplingParams, choose, logprobs_of
@@ -35,14 +29,14 @@ def logits(rows: int, scale: float = 2.0) -> torch.Tensor:
 
 def warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What transformers' processors make of one row, in the order of its generate()."""
-    processors = LogitsProcessorList()
-    processors.append(TemperatureLogitsWarper(params.temperature))
+    processors = reference.LogitsProcessorList()
+    processors.append(reference.TemperatureLogitsWarper(params.temperature))
     if params.top_k:
-        processors.append(TopKLogitsWarper(params.top_k))
+        processors.append(reference.TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:
-        processors.append(TopPLogitsWarper(params.top_p))
+        processors.append(reference.TopPLogitsWarper(params.top_p))
     if params.min_p:
-        processors.append(MinPLogitsWarper(params.min_p))
+        processors.append(reference.MinPLogitsWarper(params.min_p))
     return processors(torch.zeros(1, 0, dtype=torch.int64), scores[None].clone())[0]
 
 

@@ -4,19 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit import (
-    CONFIGS,
-    DEVICE,
-    Case,
-    Row,
-    alone,
-    assert_near,
-    borders,
-    exact,
-    make_case,
-    needs_triton,
-    varied,
-)  # fmt: skip
+from kit import CONFIGS, DEVICE, Case, Row, alone, assert_near, borders, exact, make_case, needs_triton, varied
 
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops import attention_weights, output_mse, weights_cross_entropy

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kit import DEVICE, borders, decode, make_case, triton_step
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels.forward import States, scan_chunks
@@ -32,8 +33,8 @@ def test_layers_share_what_follows_from_borders_and_positions():
 
 
 @pytest.mark.parametrize("layout", [None, pytest.param(borders(4, 16), marks=pytest.mark.slow)], ids=["rows", "packed"])
-def test_compiles(layout):
-    """Between graphs of torch.compile, forward and backward."""
+def test_compiles_and_runs_again_in_the_backward_pass(layout):
+    """Between graphs of torch.compile, forward and backward; and under activation checkpointing."""
     case = make_case(TERRACED, 20, heads=1)
     q = case.q.clone().requires_grad_()
 
@@ -41,8 +42,8 @@ def test_compiles(layout):
         return replace(case, q=q).run("triton", cu_seqlens=layout)[0].square().sum()
 
     expected = torch.autograd.grad(loss(q, layout), q)[0]
-    compiled = torch.compile(loss, backend="aot_eager")
-    assert torch.equal(torch.autograd.grad(compiled(q, layout), q)[0], expected)
+    for run in (torch.compile(loss, backend="aot_eager"), lambda *x: checkpoint(loss, *x, use_reentrant=False)):
+        assert torch.equal(torch.autograd.grad(run(q, layout), q)[0], expected)
 
 
 def test_the_step_compiles():
@@ -51,8 +52,7 @@ def test_the_step_compiles():
     expected, state = decode(case, triton_step)
     y, found = decode(case, torch.compile(triton_step, backend="aot_eager"))
     assert torch.equal(y, expected)
-    for name, tensor in found.tensors().items():
-        assert torch.equal(tensor, state.tensors()[name]), name
+    assert all(map(torch.equal, found.values(), state.values()))
 
 
 @pytest.mark.parametrize("reverse", [False, True])

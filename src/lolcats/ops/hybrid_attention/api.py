@@ -18,7 +18,7 @@ from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.reference import reference
-from lolcats.ops.hybrid_attention.state import HybridState
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
 from lolcats.ops.hybrid_attention.step import step
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
@@ -135,12 +135,21 @@ def initial_state(
     config: AttentionConfig, params: HybridParams, k_BGTD: Tensor, cu_seqlens: Tensor | None = None
 ) -> HybridState:
     """The state before the first token of the sequences whose keys look like `k_BGTD`."""
-    sequences = k_BGTD.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    state_heads, features = k_BGTD.shape[1], 0
+    batch, kv_heads, _, head_dim = k_BGTD.shape
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    state_heads, features, dtype = kv_heads, 0, accumulation_dtype(k_BGTD.dtype)
     if config.feature_map is not None and params.k_weight is not None:
         state_heads = params.k_weight.shape[0]
         features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
-    return HybridState.zeros(config, sequences, k_BGTD.shape[1], state_heads, features, k_BGTD)
+    return HybridState(
+        S=k_BGTD.new_zeros(sequences, state_heads, features, head_dim, dtype=dtype),
+        z=k_BGTD.new_zeros(sequences, state_heads, features, dtype=dtype),
+        k=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, head_dim),
+        v=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, head_dim),
+        sink_k=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, head_dim),
+        sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, head_dim),
+        position=k_BGTD.new_zeros(sequences, dtype=torch.int64),
+    )
 
 
 def _writable(state: HybridState) -> bool:

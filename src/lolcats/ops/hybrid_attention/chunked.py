@@ -152,7 +152,7 @@ def _piece(
     dtype = accumulation_dtype(q_BHTD.dtype)
     after = state
     if need_state or config.sinks:
-        after = push_tokens(state, config, k_BGTD, v_BGTD, fresh=grid.fresh, shared=shared)
+        after = push_tokens(state, config, k_BGTD, v_BGTD, shared=shared)
     config = grid.config
     q_BHED = grid.place(q_BHTD, None, dtype)
     k_BGED = grid.place(k_BGTD, state.k, dtype)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
@@ -36,23 +35,6 @@ class HybridState:
     sink_k: Tensor
     sink_v: Tensor
     position: Tensor
-
-    @classmethod
-    def zeros(
-        cls, config: AttentionConfig, batch: int, kv_heads: int, state_heads: int, features: int, like_BGTD: Tensor
-    ) -> HybridState:
-        """The state before the first token, with the device, head_dim and window type of `like_BGTD`."""
-        head_dim = like_BGTD.shape[-1]
-        accumulator = accumulation_dtype(like_BGTD.dtype)
-        return cls(
-            S=like_BGTD.new_zeros(batch, state_heads, features, head_dim, dtype=accumulator),
-            z=like_BGTD.new_zeros(batch, state_heads, features, dtype=accumulator),
-            k=like_BGTD.new_zeros(batch, kv_heads, config.capacity, head_dim),
-            v=like_BGTD.new_zeros(batch, kv_heads, config.capacity, head_dim),
-            sink_k=like_BGTD.new_zeros(batch, kv_heads, config.sinks, head_dim),
-            sink_v=like_BGTD.new_zeros(batch, kv_heads, config.sinks, head_dim),
-            position=torch.zeros(batch, dtype=torch.int64, device=like_BGTD.device),
-        )
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(vars(self))
@@ -117,16 +99,12 @@ def push_tokens(
     v_BGTD: Tensor,
     cu_seqlens: Tensor | None = None,
     *,
-    fresh: bool = False,
     shared: dict[Hashable, Any] | None = None,
 ) -> HybridState:
     """Ring, sinks and position after the new tokens; see `hybrid_attention`.
 
-    `fresh`: the state is the initial one, which spares most operations where all sequences have T tokens.
     S and z are returned as they are: what left the window is the caller's to fold.
     """
-    if fresh and cu_seqlens is None:
-        return _push_first(state, k_BGTD, v_BGTD)
     tokens = k_BGTD.shape[2]
     length_N, ring, sinks = once(shared, _latest_and_first, config, state.position, cu_seqlens, tokens)
 
@@ -167,26 +145,3 @@ def _latest_and_first(
         is_new_NC = (offset_NC >= 0) & (wanted_NC < end_N[:, None])
         found.append(((start_N1 + offset_NC).clamp(0, max(tokens - 1, 0)), is_new_NC))
     return length_N, found[0], found[1]
-
-
-def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridState:
-    """`push_tokens` of a sequence's first tokens: the latest of them, rotated to their slots, and the earliest."""
-    tokens = k_BGTD.shape[2]
-
-    def earliest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
-        return pad(new_BGTD, (0, 0, 0, old_BGCD.shape[2] - tokens)).to(old_BGCD.dtype)  # always a copy
-
-    def latest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
-        capacity = old_BGCD.shape[2]
-        if not 0 < capacity <= tokens:
-            return earliest(old_BGCD, new_BGTD)
-        return new_BGTD[:, :, tokens - capacity :].roll(tokens % capacity, dims=2).to(old_BGCD.dtype)
-
-    return replace(
-        state,
-        k=latest(state.k, k_BGTD),
-        v=latest(state.v, v_BGTD),
-        sink_k=earliest(state.sink_k, k_BGTD),
-        sink_v=earliest(state.sink_v, v_BGTD),
-        position=torch.full_like(state.position, tokens),
-    )

@@ -62,7 +62,7 @@ def triton_attention(
     S = z = sink_k = sink_v = base_N = layout = grid = None
     after = state
     if state is not None and (need_state or (config.sinks and not fresh)):
-        after = push_tokens(state, config, k_BGTD, v_BGTD, cu_seqlens, fresh=fresh, shared=shared)
+        after = push_tokens(state, config, k_BGTD, v_BGTD, cu_seqlens, shared=shared)
     if fresh:
         # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
         if cu_seqlens is not None:

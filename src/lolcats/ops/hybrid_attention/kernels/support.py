@@ -59,7 +59,7 @@ def supports_step(
 ) -> str | None:
     """As `supports`, for one token with a state.
 
-    `state`: None, if it will be as `HybridState.zeros` makes it.
+    `state`: None, if it will be as `initial_state` makes it.
     """
     return supports(q_BH1D, k_BG1D, v_BG1D, config, params, state=state) or _any_group(q_BH1D, k_BG1D)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lolcats.analysis.charts import layer_charts, map_chart, training_charts
+from matplotlib.figure import Figure
+
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import tables
 from lolcats.report import (
@@ -22,6 +26,18 @@ from lolcats.report import (
 CARD_FILE, CHARTS = "README.md", "charts"
 MARK = "<!-- lolcats report -->"
 """In the card, before what `lolcats report` writes."""
+SOFTMAX = "softmax"
+COLORS = {SOFTMAX: "black", "hybrid": "tab:blue", "its linear part": "tab:orange", "before": "tab:gray"}
+
+Series = dict[str, list[Any]]
+"""Label of a line -> its values."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    note: str
+    figure: Figure
 
 
 def write_card(folder: str | Path) -> Path:
@@ -48,3 +64,109 @@ def write_card(folder: str | Path) -> Path:
         lines += [f"## {chart.title}", "", chart.note, "", f"![{chart.title}]({picture})", ""]
     write_text(card, "\n".join(lines))
     return card
+
+
+def training_charts(report: dict[str, Any]) -> list[Chart]:
+    """Validation perplexity and losses over the updates of each stage."""
+    charts = []
+    for name, stage in report.get("stages", {}).items():
+        curve = stage.get("curve", [])
+        label = {"transfer": "Attention transfer", "adjust": "Low-rank adjusting"}.get(name, name)
+        best = f"Best at update {stage['best_step']:,}." if "best_step" in stage else ""
+        unit = "In nats per token." if name == "adjust" else "In mse_factor * MSE + xent_factor * cross-entropy."
+        training = [(entry["step"], entry["train"]["loss"]) for entry in curve if entry.get("train", {}).get("loss")]
+        for title, note, lines in (
+            ("validation perplexity", best, {"validation perplexity": _points(curve, "perplexity")}),
+            ("loss", unit, {"training": training, "validation": _points(curve, "loss")}),
+        ):
+            lines = {line: points for line, points in lines.items() if points}
+            if lines:
+                charts.append(_curves(f"{label}: {title}", note, lines, "update", title.split()[-1]))
+    return charts
+
+
+def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> list[Chart]:
+    """Errors and shares by layer; without an analysis the layers' losses, which every run reports."""
+    charts = []
+    stage = report.get("stages", {}).get("transfer", {})
+    before, after = stage.get("layer_losses_before"), stage.get("layer_losses")
+    if before and after:
+        names = sorted(before, key=int)
+        losses = {"before": [before[x] for x in names], "after": [after[x] for x in names]}
+        note = "Validation loss of attention transfer, before and after."
+        charts.append(_bars("Loss by layer", note, names, losses, "layer", "loss", log=True))
+    if analysis is None:
+        return charts
+    layers, share = [str(layer) for layer in analysis["layers"]], analysis["linear_share"]
+    note = "Mean squared error of each layer's output against its own softmax attention, on the same hidden states."
+    charts.append(_bars("Output error", note, layers, {"hybrid": analysis["mse"]}, "layer", "MSE", log=True))
+    note = "Part of the attention weights' sum that comes from beyond the window, mean over heads and queries."
+    charts.append(_bars("Share of the linear part", note, layers, {"hybrid": share["share"]}, "layer", "share"))
+    series = {SOFTMAX: "softmax_by_distance", "hybrid": "by_distance", "its linear part": "linear_by_distance"}
+    means = {
+        name: [sum(column) / len(layers) for column in zip(*share[key], strict=True)] for name, key in series.items()
+    }
+    note = "Attention weight by distance between query and key, mean over layers, heads and queries."
+    bins = [str(first) if first == last else f"{first}-{last}" for first, last in share["distances"]]
+    return [*charts, _bars("Weight by distance", note, bins, means, "distance", "weight")]
+
+
+def map_chart(analysis: dict[str, Any]) -> Chart | None:
+    """Attention weights of some layers and heads: a row each, a column for softmax and one for hybrid attention."""
+    maps = analysis["maps"]
+    entries, kinds = maps["maps"], (SOFTMAX, "hybrid")
+    if not entries:
+        return None
+    figure = Figure(figsize=(2.6 * len(kinds), 1.2 * len(entries)))  # without a layout engine, slow for so many axes
+    space = {"left": 0.01, "right": 0.99, "bottom": 0.01, "top": 1 - 0.2 / len(entries), "wspace": 0.05, "hspace": 0.3}
+    grid = figure.subplots(len(entries), len(kinds), squeeze=False, gridspec_kw=space)
+    for entry, axes in zip(entries, grid, strict=True):
+        values = sorted(value for row in entry["softmax"] for value in row)
+        high = max(values[int(0.99 * (len(values) - 1))], 1e-6)  # one bright cell does not darken all others
+        for kind, axis in zip(kinds, axes, strict=True):
+            axis.imshow(entry[kind], aspect="auto", cmap="magma", vmin=0.0, vmax=high)
+            axis.set(xticks=[], yticks=[])
+            axis.set_title(f"{entry['layer']}/{entry['head']} {kind}", fontsize=7)
+    note = f"Layer/head: the last {maps['span']} queries (rows) with the first and last keys of a held-out sequence."
+    return _chart("Attention weights", note, figure)
+
+
+def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    found = ((entry["step"], entry.get(key)) for entry in curve)
+    return [(step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def _curves(title: str, note: str, lines: Series, x: str, y: str) -> Chart:
+    """Lines of points (x, y) by label."""
+    figure, axis = _axis(x, y)
+    for label, points in lines.items():
+        axis.plot(*zip(*points, strict=True), marker=".", label=label)
+    return _chart(title, note, figure)
+
+
+def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Chart:
+    """Bars side by side, by label."""
+    figure, axis = _axis(x, y)
+    width = 0.8 / len(series)
+    for place, (label, values) in enumerate(series.items()):
+        where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
+        axis.bar(where, values, width, label=label, color=COLORS.get(label, "tab:blue"))
+    step = math.ceil(len(names) / 16)
+    axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
+    axis.set_yscale("log" if log else "linear")
+    return _chart(title, note, figure)
+
+
+def _axis(x: str, y: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+    axis = figure.subplots()
+    axis.set(xlabel=x, ylabel=y)
+    axis.grid(alpha=0.3)
+    return figure, axis
+
+
+def _chart(title: str, note: str, figure: Figure) -> Chart:
+    for axis in figure.axes:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    return Chart(title, note, figure)

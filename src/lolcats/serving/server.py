@@ -15,11 +15,11 @@ from typing import Any
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
@@ -29,12 +29,12 @@ from lolcats.generation.runner import DEFAULT_MAX_LENGTH
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.text import chat_text
 from lolcats.serving.answers import ChatFormat, CompletionFormat
-from lolcats.serving.metrics import Measure, Metrics
 from lolcats.serving.protocol import ChatRequest, CompletionRequest, OpenAIRequest, api_error
 from lolcats.serving.settings import ServerSettings
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_CONNECTIONS = 1024  # more get 503
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # bounds of histograms
 
 
 class Server(uvicorn.Server):
@@ -315,3 +315,53 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
+
+
+class Metrics:
+    """The contents of /metrics, for Prometheus: what the server measures, and the counts of its engine as they are when
+    asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        here: dict[str, Any] = {"registry": self.registry}
+        seconds = here | {"buckets": SECONDS}
+        self.requests = Counter("lolcats_requests", "HTTP requests that ended.", ["path", "status"], **here)
+        whole, first = "From a request's arrival to the end of its answer.", "The same to a stream's first text."
+        self.seconds = Histogram("lolcats_request_seconds", whole, ["path"], **seconds)
+        self.first_token_seconds = Histogram("lolcats_time_to_first_token_seconds", first, **seconds)
+        for name, text in (
+            ("waiting", "Sequences that wait for a slot."),
+            ("prefilling", "Sequences whose prompt is being read."),
+            ("running", "Sequences that generate."),
+            ("free_slots", "Slots without a sequence."),
+            ("tokens_prefilled", "Prompt tokens that went through the model."),
+            ("tokens_decoded", "Generated tokens that went through the model."),
+        ):
+            Gauge(f"lolcats_{name}", text, **here).set_function(
+                functools.partial(lambda name: engine.counts[name], name)
+            )
+
+
+class Measure:
+    """ASGI middleware: counts and times every HTTP request."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        finally:
+            path = getattr(scope.get("route"), "path", "other")  # not the client's text: labels must stay few
+            self.metrics.requests.labels(path, str(status)).inc()
+            self.metrics.seconds.labels(path).observe(time.monotonic() - start)

@@ -133,8 +133,10 @@ class AdjustStage:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted loss, and its two parts where it has two."""
         features_LD = head_inputs(self.linearized, self.head, inputs, row_L, self.call)
-        loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
-        if not (share := self.config.distill_factor):
+        share = self.config.distill_factor
+        learnt_LD = features_LD.detach() if share == 1 else features_LD  # it is only reported then
+        loss = weighted_cross_entropy(learnt_LD, label_L, weight_L, self.head, part=self.part)
+        if not share:
             return loss, {}
         teacher_LD = self._teacher(inputs, row_L)
         divergence = weighted_divergence(features_LD, teacher_LD, weight_L, self.head, part=self.part)

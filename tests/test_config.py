@@ -36,15 +36,6 @@ def test_settings_that_do_not_go_together(values, message):
         LinearizeConfig.from_dict(values)
 
 
-def test_selecting_by_perplexity_needs_the_whole_model():
-    values, message = {"transfer": {"select_by": "perplexity"}}, "transfer.select_by=perplexity needs the whole model"
-    assert LinearizeConfig.from_dict(values).refused_in_blocks().startswith(message)
-    streaming = {"transfer.block_mode": "streaming", "transfer.block_layers": 1}
-    with pytest.raises(UserError, match=message):
-        LinearizeConfig.from_dict(set_fields(values, streaming))
-    LinearizeConfig.from_dict(set_fields(values, streaming | {"transfer.enabled": False}))
-
-
 @pytest.mark.parametrize(
     ("attention", "expected"),
     [

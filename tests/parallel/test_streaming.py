@@ -57,6 +57,7 @@ def test_what_does_not_fit_is_refused(configure, half_exact, tmp_path):
     for changes, named in (({"transfer": {"select_by": "perplexity"}}, "select_by"), (half_exact, "exact as a budget")):
         with pytest.raises(UserError, match=rf"{named}.* needs the whole model"):
             configure(**merge(STREAMING, changes))
+    configure(**merge(STREAMING, {"transfer": {"select_by": "perplexity", "enabled": False}}))
     gguf = configure(**STREAMING, model={"gguf_file": "x.gguf"})
     with pytest.raises(UserError, match="GGUF"):
         linearize(gguf, tmp_path / "out", overwrite=True, console=QUIET)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lolcats.training.graphs import Graphs, _Graph, graphs_wanted
+from lolcats.training.graphs import WARM_UP, Graphs, _Graph, graphs_wanted
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = pytest.mark.parametrize("device", ["cpu", ON_GPU])
@@ -83,6 +83,16 @@ def test_replaying_equals_calling(device, sizes):
     assert not graphs._captured
     graphed({"x": torch.ones(5, 4, device=device)}, scale=1.0)
     assert weight.grad is not None
+
+
+def test_another_scale_is_another_graph():
+    step, weight, _, graphs = make("cpu")
+    for scale in (1.0, 0.5):
+        for _ in range(WARM_UP + 2):
+            weight.grad = None
+            step({"x": torch.ones(5, 4)}, scale=scale)
+        assert torch.allclose(weight.grad, scale * 2 * weight.sum().detach() * torch.ones(4))
+    assert len(graphs._captured) == 2
 
 
 @pytest.mark.parametrize("device", [ON_GPU])

@@ -26,15 +26,12 @@ def test_history_averages_training_scalars_since_the_last_evaluation(tmp_path):
     assert third[2]["train"]["first"] == pytest.approx(mean, rel=1e-6)  # float32 losses, summed in float64
 
 
-def test_last_step_is_evaluated_when_it_is_no_multiple(tmp_path):
-    result = run(ToyStage(), tmp_path, max_steps=5)
-    assert [entry["step"] for entry in result.history] == [0, 3, 5]
-    assert folders(tmp_path)[-1] == "step-00000005"
-
-
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2.5, 10), (0.01, 1)])
 def test_epochs_decide_the_steps(tmp_path, epochs, steps):
-    assert run(ToyStage(), tmp_path, epochs=epochs, max_steps=None).steps == steps
+    """The last one is evaluated and saved, also where it is no multiple of what `eval_every` says."""
+    result = run(ToyStage(), tmp_path, epochs=epochs, max_steps=None)
+    assert result.steps == result.history[-1]["step"] == steps
+    assert folders(tmp_path)[-1] == f"step-{steps:08d}"
 
 
 def trained(stage, directory, **options):

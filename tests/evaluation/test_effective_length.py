@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, keep_softmax
 from lolcats.data import PackedDataset
-from lolcats.evaluation.effective_length import effective_lengths, query_lengths, sequence_lengths
+from lolcats.evaluation.effective_length import effective_lengths, sequence_lengths
 
 
 def tiny(model_type: str = "llama", **changes):
@@ -23,11 +23,6 @@ def by_definition(weights_BHTT):
     position = torch.arange(weights_BHTT.shape[-1])
     distance = (position[:, None] - position).clamp_min(0)
     return (weights_BHTT * distance).sum((-1, -2)).mean(1)
-
-
-def test_uniform_attention_looks_half_way_back():
-    lengths = query_lengths(torch.zeros(1, 2, 9, 4), torch.zeros(1, 2, 9, 4))
-    torch.testing.assert_close(lengths[0, 1], torch.arange(9) / 2)
 
 
 @pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("gemma2", {"sliding_window": 4})])

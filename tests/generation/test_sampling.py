@@ -5,7 +5,7 @@ import torch
 from transformers.generation import logits_process as reference
 
 from lolcats.generation import sampling
-from lolcats.generation.sampling import SamplingParams, choose, logprobs_of
+from lolcats.generation.sampling import SamplingParams, choose, inverse_cdf, logprobs_of
 
 VOCABULARY = 300
 CASES = [
@@ -74,6 +74,11 @@ def test_rows_that_are_not_finite(bad, temperature):
     scores[1, :] = 0.0
     scores[1, 5] = torch.nan  # one is enough
     assert choose(scores, params, [0.5] * 3)[1] == -1
+
+
+def test_the_smallest_and_largest_random_number_take_possible_tokens():
+    probability = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0, 0.0]] * 5)
+    assert inverse_cdf(probability, [0.0, 0.249, 0.25, 0.9, 1.0]).tolist() == [1, 1, 3, 3, 3]
 
 
 BAD = {

@@ -14,7 +14,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.cache_size import heads_in_budget
 from lolcats.modeling.call import AttentionCall
 from lolcats.pipeline import select_heads
-from lolcats.training.head_gates import GateStage
+from lolcats.training.head_gates import GateStage, by_gate
 from lolcats.training.loop import Trainer, train
 
 
@@ -109,6 +109,11 @@ def test_micro_batches_do_not_change_the_gates(gate_stage, tokens):
     assert all(gradient.abs().min() > 0 for gradient in found[4][0])
     for micro in (2, 1):
         torch.testing.assert_close(found[micro], found[4], rtol=1e-4, atol=1e-6)
+
+
+def test_the_largest_gates_come_first():
+    gates = {0: [0.1, 0.9], 3: [0.9, 1.0], 4: [0.0, 0.2]}
+    assert by_gate(gates) == [(3, 1), (0, 1), (3, 0), (4, 1), (0, 0), (4, 0)]  # of equal ones the earlier layer's
 
 
 def test_budgets(linearized):

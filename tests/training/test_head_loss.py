@@ -8,12 +8,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from lolcats.training.head import LanguageHead, weighted_cross_entropy, weighted_divergence
 
 WIDTH, VOCABULARY = 12, 37
-HEADS = {
-    "plain": {},
-    "softcap": {"softcap": 2.0},
-    "scaled": {"multiply": 0.3},
-    "divided": {"divide": 4.0},
-}
+HEADS = {"plain": {}, "softcap": {"softcap": 2.0}, "scaled": {"multiply": 0.3}, "divided": {"divide": 4.0}}
 
 
 def make_head(frozen=True, bias=False, **options):

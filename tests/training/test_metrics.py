@@ -15,21 +15,19 @@ NAN = float("nan")
 
 
 class Failing(ToyStage):
-    """From micro-step `start` on, layer 1 has a loss (or only a gradient) that is not finite."""
+    """From micro-step `start` on, layers 1 and 2 have losses (or only gradients) that are not finite."""
 
     def __init__(self, start: int, in_loss: bool, value: float = NAN):
-        super().__init__()
-        self.start = start
-        self.in_loss = in_loss
-        self.value = value
+        super().__init__(layers=3)
+        self.start, self.in_loss, self.value = start, in_loss, value
 
     def micro_step(self, batch, scale):
         result = super().micro_step(batch, scale)
         if self.micro_steps >= self.start:
-            self.parameters[1].grad[0] = self.value
-            if self.in_loss:
-                result["layer_losses"][1] = torch.tensor(self.value)
-                result["loss"] = torch.tensor(self.value)
+            for number in (1, 2):
+                self.parameters[number].grad[0] = self.value
+                if self.in_loss:
+                    result["layer_losses"][number] = result["loss"] = torch.tensor(self.value)
         return result
 
 
@@ -40,7 +38,7 @@ class Failing(ToyStage):
 )
 def test_divergence_stops_and_keeps_what_is_good(tmp_path, monkeypatch, read_every, in_loss, value, what):
     monkeypatch.setitem(loop.READ_EVERY, "cpu", read_every)
-    good = ToyStage()
+    good = ToyStage(layers=3)
     run(good, tmp_path / "good", max_steps=4, eval_every=4)
     # micro-step 16 is in update 6, after the checkpoint at 4 and before the evaluation at 6
     with pytest.raises(TrainingDiverged) as caught:

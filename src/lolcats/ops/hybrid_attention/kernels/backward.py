@@ -92,7 +92,7 @@ def backward(
     need_weights: bool,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the operator's first tensors, in their order, shapes and types, from those of y and of the final
-    state; None where not needed.
+    state; None where not needed. Those of rows' sinks are in the gradients of k and v.
 
     before: the forward pass's states, without their ends; not read without a linear part.
     need_inputs: those of q, k, v and the sinks, which training only the feature maps does not need.
@@ -111,12 +111,19 @@ def backward(
         if need_weights and queries.dx is not None and dx is not None:
             of_q, of_k = weight_gradients(x, x.q, queries.dx), weight_gradients(x, x.k, dx)
             sums = zip(x.maps, (of_q[0], of_k[0], of_q[1], of_k[1]), strict=True)
-            of_maps = tuple(None if weight is None else grad.to(weight.dtype) for weight, grad in sums)
+            of_maps = tuple(None if weight is None else grad.sum(0).to(weight.dtype) for weight, grad in sums)
+    sinks: tuple[Tensor | None, ...] = (None, None)
+    if need_inputs and x.sink_k is not None:
+        sinks = sink_gradients(x, window, dy)
+        if x.layout.table is None:
+            for grad, of_sinks in zip((dk, dv), sinks, strict=True):
+                grad[:, :, : of_sinks.shape[2]].add_(of_sinks)
+            sinks = None, None
     return (
         *(queries.dq, dk, dv, _of_heads(x.gamma, queries.tile_dgamma), *of_maps),
         _of_heads(x.sink_logits, tile_dsink),
         *((None, None) if states is None or x.S is None else states[2:]),
-        *(sink_gradients(x, window, dy) if need_inputs and x.sink_k is not None else (None, None)),
+        *sinks,
     )
 
 
@@ -723,11 +730,11 @@ def key_gradient_kernel(
 
 
 def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B, G, T, D] (q or k of the operands) and dx [B, S, T, P] (contiguous; S a multiple of G): [S, D, P] and
-    [S, P] in float32.
+    """x [B, G, T, D] (q or k of the operands) and dx [B, S, T, P] (contiguous; S a multiple of G): shares of
+    [S, D, P] and of [S, P] in float32.
 
-    Each program adds up a share of the tokens; the shares are added afterwards, so that results do not depend on
-    the order in which programs run.
+    Each program adds up a share of the tokens; the caller adds the shares, so that results do not depend on the order
+    in which programs run.
     """
     heads = dx.shape[1]
     tiles = operands.lists[0] * operands.lists[1]
@@ -749,7 +756,7 @@ def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor,
         PB=padded(dx.shape[3]),
         **({"num_warps": 8, "num_stages": 2} if operands.wide else {"num_warps": 4, "num_stages": 5}),
     )
-    return d_weight.sum(0), d_bias.sum(0)
+    return d_weight, d_bias
 
 
 @triton.jit(do_not_specialize=SIZES)

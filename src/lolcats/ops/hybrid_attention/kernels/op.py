@@ -67,8 +67,9 @@ def triton_attention(
         # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
         if cu_seqlens is not None:
             layout = once(shared, Segments.of_borders, cu_seqlens, tokens)
-        if config.sinks:
-            sink_k, sink_v = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens)
+            if config.sinks:
+                places = once(shared, _first_places, cu_seqlens, config.sinks, tokens)
+                sink_k, sink_v = _first_tokens(k_BGTD, v_BGTD, *places)
     else:
         assert state is not None
         assert after is not None
@@ -112,8 +113,11 @@ def triton_squared_error(
 ) -> Tensor:
     """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
     config = config.within(q_BHTD.shape[2])
-    layout = None if cu_seqlens is None else Segments.of_borders(cu_seqlens, q_BHTD.shape[2])
-    sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens) if config.sinks else (None, None)
+    layout, sinks = None, (None, None)
+    if cu_seqlens is not None:
+        layout = Segments.of_borders(cu_seqlens, q_BHTD.shape[2])
+        if config.sinks:
+            sinks = _first_tokens(k_BGTD, v_BGTD, *_first_places(cu_seqlens, config.sinks, q_BHTD.shape[2]))
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
     settings = (0, config, params.scale_of(q_BHTD), params.softcap)
     return _attend(tensors, settings, _dense(target_BHTD))[0]
@@ -145,15 +149,17 @@ def _tensors(
     )
 
 
-def _first_tokens(k_BGTD: Tensor, v_BGTD: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _first_tokens(k_1GTD: Tensor, v_1GTD: Tensor, index_NC: Tensor, exists_NC: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the first tokens of every sequence; zero where there are fewer."""
-    if cu_seqlens is None:
-        return k_BGTD[:, :, :count], v_BGTD[:, :, :count]
-    border_N1, offset_C = cu_seqlens[:, None].long(), torch.arange(count, device=cu_seqlens.device)
-    exists = (offset_C < border_N1.diff(dim=0))[:, None, :, None]
-    index_NC = (border_N1[:-1] + offset_C).clamp_max(k_BGTD.shape[2] - 1)
-    k_NGCD, v_NGCD = (x[0].transpose(0, 1)[index_NC].transpose(1, 2) for x in (k_BGTD, v_BGTD))
+    k_NGCD, v_NGCD = (x[0].transpose(0, 1)[index_NC].transpose(1, 2) for x in (k_1GTD, v_1GTD))
+    exists = exists_NC[:, None, :, None]
     return torch.where(exists, k_NGCD, 0), torch.where(exists, v_NGCD, 0)
+
+
+def _first_places(cu_seqlens: Tensor, count: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Where the first `count` tokens of every sequence are, and whether there are so many; [N, count]."""
+    border_N1, offset_C = cu_seqlens[:, None].long(), torch.arange(count, device=cu_seqlens.device)
+    return (border_N1[:-1] + offset_C).clamp_max(tokens - 1), offset_C < border_N1.diff(dim=0)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ class Operands:
     q [B, H, T, D]; k, v [B, G, T, D]; the last dimension of each is contiguous. Weights and biases as in
     `HybridParams`, contiguous; sink_logits [H] or None, as without a softmax part. S [sequences, S, F, D] and
     z [sequences, S, F] are float32 sums of the keys before the grid, or None. sink_k, sink_v [B, G, <= sinks, D] or
-    None, B: sequences or more.
+    None, B: sequences or more; of rows their first tokens.
     """
 
     q: Tensor
@@ -220,8 +220,10 @@ class Operands:
     def of(
         cls, tensors: Sequence[Any], sequences: int, config: AttentionConfig, scale: float, softcap: float | None
     ) -> Operands:
-        """From all tensors, in their order."""
+        """From all tensors, in their order; the sinks of rows are not among them."""
         q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, S, z, sink_k, sink_v, *layout = tensors
+        if config.sinks and layout[1] is None:
+            sink_k, sink_v = k[:, :, : config.sinks], v[:, :, : config.sinks]
         maps = FeatureMaps(q_weight, k_weight, q_bias, k_bias)
         inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(*layout))
         return cls(*inputs, sequences, config, scale, softcap)

@@ -90,7 +90,7 @@ def hybrid_attention(
             return triton_step(*inputs, state=state)
 
         before = state
-        if state is None and (return_state or not kernels):
+        if state is None and (not kernels or (return_state and cu_seqlens is not None)):
             before = initial_state(config, params, k_BGTD, cu_seqlens)
         given: dict[str, Any] = {"fresh": state is None, "need_state": return_state, "shared": shared}
         if kernels:

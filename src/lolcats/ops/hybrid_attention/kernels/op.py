@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.backward import backward
@@ -45,8 +46,8 @@ def triton_attention(
 ) -> tuple[Tensor, HybridState | None]:
     """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
 
-    `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state`. Without
-    `need_state` none is returned.
+    `fresh`: the sequences start here; `state` is then the initial one, or None for rows and without `need_state`.
+    Without `need_state` none is returned.
     """
     batch, _, tokens, _ = q_BHTD.shape
     rows_are_sequences = cu_seqlens is None
@@ -93,8 +94,9 @@ def triton_attention(
             y_BHTD = y_BHTD[0].unflatten(1, (batch, tokens)).transpose(0, 1)
     if not need_state:
         return y_BHTD, None
+    if after is None:
+        after = _state_of_rows(k_BGTD, v_BGTD, config)
     if config.feature_map is not None:
-        assert after is not None
         assert S is not None
         assert z is not None
         after = replace(after, S=S, z=z)
@@ -121,6 +123,24 @@ def triton_squared_error(
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
     settings = (0, config, params.scale_of(q_BHTD), params.softcap)
     return _attend(tensors, settings, _dense(target_BHTD))[0]
+
+
+def _state_of_rows(k_BGTD: Tensor, v_BGTD: Tensor, config: AttentionConfig) -> HybridState:
+    """The state after the first tokens of every row, its sums not yet filled in."""
+    batch, kv_heads, tokens, head_dim = k_BGTD.shape
+    S = k_BGTD.new_empty(batch, kv_heads, 0, head_dim, dtype=torch.float32)
+    rings = [_ring(x, config.capacity) for x in (k_BGTD, v_BGTD)]
+    sinks = [_ring(x[:, :, : config.sinks], config.sinks) for x in (k_BGTD, v_BGTD)]
+    position_B = torch.full((batch,), tokens, device=S.device)
+    return HybridState(S, S.new_empty(S.shape[:3]), *rings, *sinks, position_B)
+
+
+def _ring(x_BGTD: Tensor, slots: int) -> Tensor:
+    """A copy of the latest tokens, each in its slot of a ring; zero where none has come."""
+    tokens = x_BGTD.shape[2]
+    if tokens <= slots:
+        return pad(x_BGTD, (0, 0, 0, slots - tokens))
+    return x_BGTD[:, :, tokens - slots :].roll(tokens % max(slots, 1), 2)
 
 
 def _even_borders(sequences: int, tokens: int, device: torch.device) -> Tensor:

@@ -59,10 +59,12 @@ def output_mse(
     wants_more = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     fits = target_BHTD.dtype == q_BHTD.dtype and not wants_more
     if fits and has_kernel(backend, q_BHTD, lambda: supports(*inputs[:3], config, params)):
-        from lolcats.ops.hybrid_attention.kernels.op import triton_squared_error  # imports Triton
+        from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            total = triton_squared_error(*inputs, config, params, cu_seqlens)
+            total, _ = triton_attention(
+                *inputs[:3], config, params, state=None, fresh=True, cu_seqlens=cu_seqlens, target_BHTD=target_BHTD
+            )
         return total / count
     y_BHTD, _ = hybrid_attention(*inputs[:3], config, params, cu_seqlens=cu_seqlens, backend=backend)
     dtype = torch.promote_types(y_BHTD.dtype, torch.float32)

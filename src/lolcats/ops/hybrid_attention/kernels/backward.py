@@ -113,11 +113,11 @@ def backward(
             sums = zip(x.maps, (of_q[0], of_k[0], of_q[1], of_k[1]), strict=True)
             of_maps = tuple(None if weight is None else grad.sum(0).to(weight.dtype) for weight, grad in sums)
     sinks: tuple[Tensor | None, ...] = (None, None)
-    if need_inputs and x.sink_k is not None:
+    if dk is not None and dv is not None and x.sink_k is not None:
         sinks = sink_gradients(x, window, dy)
         if x.layout.table is None:
             for grad, of_sinks in zip((dk, dv), sinks, strict=True):
-                grad[:, :, : of_sinks.shape[2]].add_(of_sinks)
+                grad[:, :, : x.sinks_there].add_(of_sinks)
             sinks = None, None
     return (
         *(queries.dq, dk, dv, _of_heads(x.gamma, queries.tile_dgamma), *of_maps),

@@ -43,11 +43,15 @@ def triton_attention(
     cu_seqlens: Tensor | None = None,
     need_state: bool = False,
     shared: dict[Hashable, Any] | None = None,
+    target_BHTD: Tensor | None = None,
 ) -> tuple[Tensor, HybridState | None]:
     """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
 
     `fresh`: the sequences start here; `state` is then the initial one, or None for rows and without `need_state`.
     Without `need_state` none is returned.
+
+    With a target of fresh sequences, the sum over their tokens of the output's squared errors, float32, in the place of
+    the output; it has gradients of `params` alone.
     """
     batch, _, tokens, _ = q_BHTD.shape
     rows_are_sequences = cu_seqlens is None
@@ -70,13 +74,13 @@ def triton_attention(
             layout = once(shared, Segments.of_borders, cu_seqlens, tokens)
             if config.sinks:
                 places = once(shared, _first_places, cu_seqlens, config.sinks, tokens)
-                sink_k, sink_v = _first_tokens(k_BGTD, v_BGTD, *places)
+                sink_k, sink_v = (_first_tokens(x, *places) for x in (k_BGTD, v_BGTD))
     else:
         assert state is not None
         assert after is not None
         assert cu_seqlens is not None
         grid = once(shared, PackedGrid, config, state.position, cu_seqlens, q_BHTD.shape[2])
-        layout, base_N = grid.segments, grid.base_N
+        layout, base_N = grid.segments, grid.base_N.to(torch.int32)
         q_BHTD = grid.place(q_BHTD, None, q_BHTD.dtype)
         k_BGTD = grid.place(k_BGTD, state.k, k_BGTD.dtype)
         v_BGTD = grid.place(v_BGTD, state.v, v_BGTD.dtype)
@@ -85,9 +89,12 @@ def triton_attention(
         if config.sinks:
             sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
 
-    before = (S, z, sink_k, sink_v)
-    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, base_N, layout)
-    y_BHTD, S, z = _attend(tensors, (sequences, config, params.scale_of(q_BHTD), params.softcap))
+    if not config.has_softmax:
+        params = params._replace(sink_logits=None)
+    given = (q_BHTD, k_BGTD, v_BGTD, *params.tensors, S, z, sink_k, sink_v, base_N, *(layout or (None, None)))
+    tensors = [None if x is None else _dense(x) if i in _INPUTS else x.contiguous() for i, x in enumerate(given)]
+    settings = (sequences, config, params.scale_of(q_BHTD), params.softcap)
+    y_BHTD, S, z = _attend(tensors, settings, None if target_BHTD is None else _dense(target_BHTD))
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
         if rows_are_sequences:
@@ -103,36 +110,14 @@ def triton_attention(
     return y_BHTD, after
 
 
-@torch.compiler.disable
-def triton_squared_error(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    target_BHTD: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
-    config = config.within(q_BHTD.shape[2])
-    layout, sinks = None, (None, None)
-    if cu_seqlens is not None:
-        layout = Segments.of_borders(cu_seqlens, q_BHTD.shape[2])
-        if config.sinks:
-            sinks = _first_tokens(k_BGTD, v_BGTD, *_first_places(cu_seqlens, config.sinks, q_BHTD.shape[2]))
-    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
-    settings = (0, config, params.scale_of(q_BHTD), params.softcap)
-    return _attend(tensors, settings, _dense(target_BHTD))[0]
-
-
 def _state_of_rows(k_BGTD: Tensor, v_BGTD: Tensor, config: AttentionConfig) -> HybridState:
     """The state after the first tokens of every row, its sums not yet filled in."""
     batch, kv_heads, tokens, head_dim = k_BGTD.shape
     S = k_BGTD.new_empty(batch, kv_heads, 0, head_dim, dtype=torch.float32)
-    rings = [_ring(x, config.capacity) for x in (k_BGTD, v_BGTD)]
-    sinks = [_ring(x[:, :, : config.sinks], config.sinks) for x in (k_BGTD, v_BGTD)]
+    k, v = (_ring(x, config.capacity) for x in (k_BGTD, v_BGTD))
+    sink_k, sink_v = (_ring(x[:, :, : config.sinks], config.sinks) for x in (k_BGTD, v_BGTD))
     position_B = torch.full((batch,), tokens, device=S.device)
-    return HybridState(S, S.new_empty(S.shape[:3]), *rings, *sinks, position_B)
+    return HybridState(S, S.new_empty(S.shape[:3]), k, v, sink_k, sink_v, position_B)
 
 
 def _ring(x_BGTD: Tensor, slots: int) -> Tensor:
@@ -148,32 +133,9 @@ def _even_borders(sequences: int, tokens: int, device: torch.device) -> Tensor:
     return torch.arange(sequences + 1, device=device) * tokens
 
 
-def _tensors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    before: tuple[Tensor | None, ...],
-    base: Tensor | None,
-    layout: Segments | None,
-) -> tuple[Tensor | None, ...]:
-    """As `Operands.of` takes them; `before` is S, z, sink_k, sink_v."""
-    table, slots = (None, None) if layout is None else (layout.table, layout.slots)
-    if not config.has_softmax:
-        params = params._replace(sink_logits=None)
-    base = None if base is None else base.to(torch.int32)
-    return tuple(
-        None if x is None else _dense(x) if i in _INPUTS else x.contiguous()
-        for i, x in enumerate((q, k, v, *params.tensors, *before, base, table, slots))
-    )
-
-
-def _first_tokens(k_1GTD: Tensor, v_1GTD: Tensor, index_NC: Tensor, exists_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the first tokens of every sequence; zero where there are fewer."""
-    k_NGCD, v_NGCD = (x[0].transpose(0, 1)[index_NC].transpose(1, 2) for x in (k_1GTD, v_1GTD))
-    exists = exists_NC[:, None, :, None]
-    return torch.where(exists, k_NGCD, 0), torch.where(exists, v_NGCD, 0)
+def _first_tokens(x_1GTD: Tensor, index_NC: Tensor, exists_NC: Tensor) -> Tensor:
+    """The first tokens of every sequence; zero where there are fewer."""
+    return torch.where(exists_NC[:, None, :, None], x_1GTD[0].transpose(0, 1)[index_NC].transpose(1, 2), 0)
 
 
 def _first_places(cu_seqlens: Tensor, count: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -188,7 +150,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _attend(
-    tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...], target: Tensor | None = None
+    tensors: list[Tensor | None], settings: tuple[Any, ...], target: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, or the sum of its squared errors against a target, and the final S and z, None for no sequences."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):

@@ -238,7 +238,7 @@ class Operands:
         """Whether there is a linear part."""
         return self.config.feature_map is not None
 
-    @property
+    @cached_property
     def wide(self) -> bool:
         return is_wide(self.q.shape[3], self.q.dtype)
 
@@ -252,7 +252,7 @@ class Operands:
     def state_heads(self) -> int:
         return self.k.shape[1] if self.maps.k_weight is None else self.maps.k_weight.shape[0]
 
-    @property
+    @cached_property
     def lists(self) -> tuple[int, int]:
         """How many lists of chunks there are, one per row, or one for all rows of a ragged batch; and their length."""
         batch, _, tokens, _ = self.q.shape
@@ -263,7 +263,7 @@ class Operands:
         """Programs of kernels that take a tile of C queries of one head."""
         return (self.lists[0] * self.q.shape[1] * self.lists[1],)
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, int, int]:
         """Tokens, chunks and key/value heads, as nearly all kernels take them."""
         return self.q.shape[2], self.lists[1], self.k.shape[1]

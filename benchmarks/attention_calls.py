@@ -25,7 +25,7 @@ from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 MODES = ("forward", "state", "step", "train", "stage1")
 # fla, gated_delta: chunk_linear_attn and chunk_gated_delta_rule of flash-linear-attention, where it is installed;
 # packed, varlen_attn: the operator and FlashAttention-2 in PyTorch on sequences of lognormal lengths in one row.
-PEERS = ("sdpa_flash", "sdpa_cudnn", "fla", "gated_delta", "packed", "varlen_attn")
+PEERS = ("sdpa_flash", "sdpa_cudnn", "flash_window", "fla", "gated_delta", "packed", "varlen_attn")
 IMPLEMENTATIONS = ("triton", "chunked", "reference", *PEERS)
 GPU_SHAPES = ((1, 1024), (1, 4096), (1, 16384), (1, 65536), (1, 131072), (16, 4096), (8, 4096), (64, 1024))
 CPU_SHAPES = ((1, 128), (1, 512))
@@ -172,6 +172,16 @@ def _softmax(name: str, q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, is_causa
         return scaled_dot_product_attention(q_BHTD, k_BGKD, v_BGKD, is_causal=is_causal, enable_gqa=grouped)
 
 
+def _windowed(config: AttentionConfig, x: Inputs) -> Tensor:
+    """FlashAttention of a sliding window as wide as ours is on average: the floor of the window's part."""
+    keys = config.window_size * (2 * config.window_blocks - 1) // 2 if config.window == "terraced" else config.window_size
+    q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
+    options = {"window_size_left": keys - 1, "window_size_right": 0}
+    tokens = q.shape[1]
+    y_BTHD = torch.ops.aten._flash_attention_forward(q, k, v, None, None, tokens, tokens, 0.0, True, False, **options)[0]
+    return y_BTHD.transpose(1, 2)
+
+
 def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A forward pass, and what gradients are taken of."""
     leaves = [tensor for tensor in (x.q, x.k, x.v, *x.params.tensors) if tensor is not None and tensor.requires_grad]
@@ -182,6 +192,8 @@ def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], 
     qkv = [tensor for tensor in (x.q, x.k, x.v) if tensor.requires_grad]
     if name.startswith("sdpa"):
         return lambda: _softmax(name, x.q, x.k, x.v), qkv
+    if name == "flash_window":
+        return lambda: _windowed(bench.attention, x), qkv
     if importlib.util.find_spec("fla") is None:
         raise ModuleNotFoundError("flash-linear-attention is not installed")
     repeats = bench.heads // bench.kv_heads  # keys and values are repeated outside the measurement

@@ -65,6 +65,7 @@ class TrainBench:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     lora_rank: int = 8
     train_feature_maps: bool = False  # in stage 2, at FEATURE_LR
+    distill_factor: float = 0.0  # in stage 2
     position_offset: int = 0  # of `lolcats.data.PackedDataset`, with one jump
     gradient_checkpointing: bool = False
     fused_kernels: str = "auto"
@@ -147,6 +148,8 @@ def updates(
         }
         if bench.train_feature_maps and name == "adjust":
             adjust |= {"train_feature_maps": True, "feature_lr": FEATURE_LR}
+        if name == "adjust":
+            adjust["distill_factor"] = bench.distill_factor
         config = AdjustSection(**common, **adjust)
         stage = AdjustStage(model, config, data, report=console.print)
     with fused_kernels(model, bench.fused_kernels):

@@ -174,12 +174,13 @@ def _softmax(name: str, q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, is_causa
 
 def _windowed(config: AttentionConfig, x: Inputs) -> Tensor:
     """FlashAttention of a sliding window as wide as ours is on average: the floor of the window's part."""
-    keys = config.window_size * (2 * config.window_blocks - 1) // 2 if config.window == "terraced" else config.window_size
+    keys = config.window_size
+    if config.window == "terraced":
+        keys = keys * (2 * config.window_blocks - 1) // 2
     q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
-    options = {"window_size_left": keys - 1, "window_size_right": 0}
-    tokens = q.shape[1]
-    y_BTHD = torch.ops.aten._flash_attention_forward(q, k, v, None, None, tokens, tokens, 0.0, True, False, **options)[0]
-    return y_BTHD.transpose(1, 2)
+    settings = (None, None, q.shape[1], q.shape[1], 0.0, True, False)
+    windows = {"window_size_left": keys - 1, "window_size_right": 0}
+    return torch.ops.aten._flash_attention_forward(q, k, v, *settings, **windows)[0].transpose(1, 2)
 
 
 def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], Tensor], list[Tensor]]:

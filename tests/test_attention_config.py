@@ -18,7 +18,7 @@ COMPANIONS = {"exact_window": {"window_size": 2}}
 
 def another_value(name: str):
     """A value of a setting that is not its default, from its definition alone."""
-    if name == "exact_bits":
+    if name == "cache_bits":
         return 8
     hint, default = get_type_hints(AttentionConfig)[name], FIELDS[name].default
     if isinstance(default, bool):
@@ -93,5 +93,5 @@ def test_a_number_of_a_command_line():
     """Where a setting takes text, too, digits are a number; elsewhere text is none."""
     assert AttentionConfig(exact_window="96").exact_tokens == 96
     assert AttentionConfig(exact_window="16MiB").exact_tokens is None
-    with pytest.raises(ValueError, match="exact_bits=4: expected 8"):
-        AttentionConfig(exact_bits=4)
+    with pytest.raises(ValueError, match="cache_bits=4: expected 8"):
+        AttentionConfig(cache_bits=4)

@@ -22,8 +22,8 @@ MODELS = {
     "exact-heads-native-window": HYBRID | {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize"}},
     "exact-window": BOUNDED,
     "exact-window-without-sinks": {"attention": {"exact": [0, "1.1"], "exact_window": 4}},
-    "exact-8-bits": {"attention": {"exact": ["0.1", 1], "exact_bits": 8}},
-    "exact-8-bits-window": {"attention": BOUNDED["attention"] | {"exact_bits": 8}},
+    "exact-8-bits": {"attention": {"exact": ["0.1", 1], "cache_bits": 8}},
+    "exact-8-bits-window": {"attention": BOUNDED["attention"] | {"cache_bits": 8}},
     "exact-window-native-window": HYBRID
     | {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize", "exact_window": 9, "sinks": 1}},
     "shared-keys": {"family": "gemma4-shared-keys", "vocab_size_per_layer_input": 320}

@@ -160,7 +160,7 @@ def test_sizes(kit, model):
 @pytest.mark.parametrize("bits", [None, 8])
 def test_windows_of_prompts_in_pieces(kit, bits, without_masks):
     """Slots keep them in a ring; in whichever place a piece begins, its window is the same."""
-    model = kit.make_model(**{"attention": BOUNDED["attention"] | {"exact_bits": bits}})
+    model = kit.make_model(**{"attention": BOUNDED["attention"] | {"cache_bits": bits}})
     prompt = kit.random_tokens(61, 0)
     whole, pieces, pair = Runner(model, 1), Runner(model, 1), Runner(model, 2)
     expected = whole.prefill([0], [prompt])

@@ -108,7 +108,7 @@ def test_continuous_batching_is_refused(model, kit):
 
 
 def test_quantized_caches_are_refused(model, kit):
-    with pytest.raises(ValueError, match=r"no effect on linear attention.*set_attention\(exact_bits=8\)"):
+    with pytest.raises(ValueError, match=r"no effect on linear attention.*set_attention\(cache_bits=8\)"):
         model.generate(kit.tokens(2, 6), cache_implementation="quantized", **GREEDY)
 
     class Quantized(QuantizedLayer):

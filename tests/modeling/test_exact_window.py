@@ -87,7 +87,7 @@ def test_gates_mix_what_exact_heads_would_see(kit):
 @pytest.mark.parametrize("family", ["llama3", "gemma3"])
 def test_a_window_in_bytes_is_the_largest_that_fits(kit, family, bits):
     """Gemma's first layer has a native window of 6 tokens."""
-    attention = {"window_size": 3, "sinks": SINKS, "sliding_layers": "linearize", "exact_bits": bits}
+    attention = {"window_size": 3, "sinks": SINKS, "sliding_layers": "linearize", "cache_bits": bits}
     model = kit.linearized(kit.build(family), **attention, exact=EXACT, exact_window="20KiB")
     window = model.config.attention.exact_window
     assert isinstance(window, int)
@@ -105,7 +105,7 @@ def test_a_window_in_bytes_is_the_largest_that_fits(kit, family, bits):
     assert held() == cache_bytes(model.config, 10**6, torch.float32) <= 20 * 1024
     model.set_attention(exact_window=window + 1)
     assert held() > 20 * 1024
-    model.set_attention(exact_window=None, exact_bits=8)
+    model.set_attention(exact_window=None, cache_bits=8)
     assert held() == cache_bytes(model.config, tokens.shape[1], torch.float32)
     lengths = [6, 1000] if family == "gemma3" else [1000, 1000]
     softmax = sum(2 * 2 * layer.head_dim * 4 * n for layer, n in zip(model.config.layer_heads, lengths, strict=True))

@@ -22,7 +22,7 @@ MODELS = {
     **{name: (name, {}) for name in ("llama3", "gemma3", "qwen3.5", "lfm2", "granite4")},
     "qwen3-next-hybrid": ("qwen3-next", {"exact": ["1.0"]}),
     "gpt-oss-window": ("gpt-oss", EXACT),
-    "shared-keys-window-8-bits": ("gemma4-shared-keys", EXACT | {"exact_bits": 8}),
+    "shared-keys-window-8-bits": ("gemma4-shared-keys", EXACT | {"cache_bits": 8}),
     "llama3-cuda": ("llama3", {"window": "terraced", "window_size": 4}),
     "llama3-hybrid-cuda": ("llama3", {"window": "terraced", "window_size": 4, "exact": [0]}),
 }

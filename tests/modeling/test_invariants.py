@@ -23,7 +23,7 @@ CASES = {
     **{
         f"{family}{'-window' * bounded}{'-8-bits' * packed}": (
             family,
-            EXACT | (BOUNDED if bounded else {}) | ({"exact_bits": 8} if packed else {}),
+            EXACT | (BOUNDED if bounded else {}) | ({"cache_bits": 8} if packed else {}),
         )
         for family in ("llama3", "gemma3", "gpt-oss", "gemma4-shared-keys")  # native windows, sink logits, shared keys
         for bounded in (False, True)

@@ -46,7 +46,7 @@ torch.save({"logits": logits, "tokens": tokens}, folder + "/outputs.pt")
 
 @pytest.fixture
 def folder(make_linear, tmp_path):
-    model = make_linear(exact=["0.1", 1], sinks=1, exact_window=5, exact_bits=8)
+    model = make_linear(exact=["0.1", 1], sinks=1, exact_window=5, cache_bits=8)
     model.save_pretrained(tmp_path)  # writes the code
     return tmp_path
 

@@ -6,7 +6,7 @@ the products of settings, sizes and types on a GPU.
 
 from dataclasses import replace
 from importlib import import_module
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from kit import (
 )
 
 from lolcats.modeling.softmax import softmax_attention
+from lolcats.ops.eight_bits import pack, unpack
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 from lolcats.ops.packing import Packing
@@ -218,6 +219,28 @@ def test_any_split_is_the_whole(config):
         y, after = alone(row, cu_seqlens)
         found = {"y": torch.cat(outputs, dim=2)} | state.tensors()
         assert_near(found, {"y": unpacked(y, mask_BT)} | after.tensors(), torch.float64)
+
+
+@pytest.mark.parametrize("config", ["terraced 4 map=t2r", "terraced 48 sinks=3 cap=70", "sliding 8 sinks=2 map=None"])
+@pytest.mark.parametrize("backend", ["reference", "chunked", pytest.param("triton", marks=needs_triton)])
+@torch.no_grad()
+def test_keys_and_values_in_eight_bits(backend, config):
+    """However they are read, the results are those of the rounded ones, and windows keep them packed."""
+    case = make_case(config, 150, batch=2, heads=4, kv_heads=2)
+    small = replace(case, k=pack(case.k), v=pack(case.v))
+    rounded = replace(case, k=unpack(small.k, case.q.dtype), v=unpack(small.v, case.q.dtype))
+    y, state = rounded.run("reference", return_state=True)
+    found = {"whole": small.run(backend, return_state=True)}
+    if backend != "reference":
+        outputs, after = [], None
+        for begin, end in pairwise([0, 70, 71, 72, 120, 148, 149, 150]):
+            part, after = small.part(begin, end).run(backend, state=after, return_state=True)
+            outputs.append(part)
+        found["parts"] = torch.cat(outputs, 2), after
+    for own_y, after in found.values():
+        assert_near({"y": own_y, "S": after.joined().S}, {"y": y, "S": state.S}, case.q.dtype)
+        for name in ("k", "v", "sink_k", "sink_v"):
+            assert torch.equal(unpack(getattr(after, name), case.q.dtype), getattr(state, name))
 
 
 @pytest.mark.parametrize("config", ["terraced 4", "terraced 16 sinks=3 cap=70", "sliding 0"])

@@ -36,7 +36,7 @@ def test_chunked_prefill(folder, serve, options) -> None:
 
 
 def test_8_bits_of_all_keys_are_the_models_type_in_vllm(folder, serve) -> None:
-    served = serve(folder(**HEADS, attention=EXACT_HEADS["attention"] | {"exact_bits": 8}))
+    served = serve(folder(**HEADS, attention=EXACT_HEADS["attention"] | {"cache_bits": 8}))
     assert_same(served.answers(PROMPTS), transformers_answers(folder(**EXACT_HEADS)))
 
 

@@ -7,7 +7,7 @@ from vllm_kit import PROMPTS, assert_same, rms_error, transformers_answers
 
 from lolcats.modeling.cache_size import window_in_budget
 
-EIGHT_BITS = HEADS | {"attention": WINDOW | {"exact_bits": 8}}
+EIGHT_BITS = HEADS | {"attention": WINDOW | {"cache_bits": 8}}
 # A number midway between two levels is rounded either way, by sums in another order: 1.3e-2 was seen, and 3e-2
 # between transformers' answers and those after a change of all weights by 1e-7.
 ROUNDED = 5e-2
@@ -35,7 +35,7 @@ def test_keys_and_values_are_rounded(folder, serve) -> None:
 
 def test_window_in_bytes(folder, serve) -> None:
     """`--hf-overrides` gives a sequence a budget, to which its pages keep but for rounding; one layer has two."""
-    path = folder(**HEADS, attention=WINDOW | {"exact": [1], "exact_bits": 8, "exact_window": None})
+    path = folder(**HEADS, attention=WINDOW | {"exact": [1], "cache_bits": 8, "exact_window": None})
     override = {"exact_window": "180KiB"}
     cached = {"enable_prefix_caching": True, "block_size": 128, "mamba_block_size": 128}
     served = serve(path, hf_overrides={"attention": override}, max_num_batched_tokens=100, **cached)
@@ -48,7 +48,7 @@ def test_window_in_bytes(folder, serve) -> None:
     assert 180 << 10 < sum(page.page_shape[0][0] for page in pages) < 204 << 10
     assert tokens + WINDOW["sinks"] < len(PROMPTS[-1])
     expected = transformers_answers(
-        folder(**HEADS, attention=WINDOW | {"exact": [1], "exact_bits": 8, "exact_window": tokens})
+        folder(**HEADS, attention=WINDOW | {"exact": [1], "cache_bits": 8, "exact_window": tokens})
     )
     for _ in range(2):
         assert_same(served.answers(PROMPTS), expected, ROUNDED)

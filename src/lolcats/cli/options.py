@@ -42,7 +42,7 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear_length_cap": ("attention.linear_length_cap",),
     "exact": ("attention.exact",),
     "exact_window": ("attention.exact_window",),
-    "exact_bits": ("attention.exact_bits",),
+    "cache_bits": ("attention.cache_bits",),
     "sequence_length": ("data.sequence_length",),
     "max_tokens": ("data.max_train_tokens",),
     "loss_on": ("data.loss_on",),

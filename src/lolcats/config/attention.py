@@ -96,10 +96,10 @@ class AttentionConfig:
         " window keep to that.",
         adjustable=True,
     )
-    exact_bits: int | None = setting(
+    cache_bits: int | None = setting(
         None,
-        "8: exact heads keep keys and values in 8 bits, with a factor for each token and head; null: in the model's"
-        " type, as layers with a native window always do.",
+        "8: exact heads and the windows of linear ones keep keys and values in 8 bits, with a factor for each token and"
+        " head; null: in the model's type, as layers with a native window always do.",
         adjustable=True,
     )
     sliding_layers: Literal["auto", "keep", "linearize"] = setting(
@@ -124,8 +124,8 @@ class AttentionConfig:
             raise ValueError(f"exact_window={window!r}: expected tokens, or bytes as in 16MiB")
         if isinstance(window, int) and window < max(self.window_size, 1):
             raise ValueError(f"exact_window={window}: expected at least window_size={max(self.window_size, 1)} tokens")
-        if self.exact_bits not in (None, 8):
-            raise ValueError(f"exact_bits={self.exact_bits}: expected 8, or null for the model's type")
+        if self.cache_bits not in (None, 8):
+            raise ValueError(f"cache_bits={self.cache_bits}: expected 8, or null for the model's type")
         if self.exact_budget is None:
             for heads in self.exact:
                 if re.fullmatch(r"\d+([.-]\d+)?", str(heads)) is None:

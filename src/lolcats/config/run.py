@@ -146,7 +146,7 @@ def config_fingerprint(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
     sections = {"seed", "model", "attention", "data", *stages}
     values = config.model_dump(mode="json", include=sections, exclude=excluded)
     if config.attention.exact_budget is not None and "adjust" not in stages:
-        values["attention"] |= {"exact": [], "exact_bits": None}
+        values["attention"] |= {"exact": [], "cache_bits": None}
         if isinstance(config.attention.exact_window, str):
             values["attention"]["exact_window"] = None
     return values

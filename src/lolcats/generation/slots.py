@@ -220,13 +220,14 @@ class RecurrentSlots(LinearAttentionLayer):
 def _after_one_token(model: Any) -> list[Any]:
     """Layers of a cache as decoding leaves them, filled without kernels, which would have to be compiled first."""
     cache = DynamicCache(config=model.config.get_text_config())
-    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    embedding_VD = model.get_input_embeddings().weight
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=embedding_VD.device)
     plain = {ATTENTION_CALL: AttentionCall(backend="chunked")}
     model(input_ids=token_11, past_key_values=cache, use_cache=True, logits_to_keep=1, **plain)
     for index, linear_attention in model.linear_layers():
         state = cache.layers[index].state
-        if state.S.is_cuda and linear_attention.has_step_kernel(state.k.dtype):
-            cache.layers[index].state = state.as_steps_keep(state.k.dtype)
+        if state.S.is_cuda and linear_attention.has_step_kernel(embedding_VD.dtype):
+            cache.layers[index].state = state.as_steps_keep(embedding_VD.dtype)
     return cache.layers
 
 

@@ -73,20 +73,21 @@ def lolcats_attention(
     rows = None if layer is None else call.rows or Rows(layer.tokens)
     window, sinks, packed = sliding_window, None, False
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
-    if attention is not None and call.mode == "hybrid" and sliding_window is None:
-        packed = attention.exact_bits == 8 and not wants_gradient(query, key, value)
-        if attention.exact_tokens:
+    if attention is not None and call.mode == "hybrid":
+        packed = attention.cache_bits == 8 and not wants_gradient(query, key, value)
+        if attention.exact_tokens and sliding_window is None:
             window, sinks = attention.exact_tokens, attention.sinks
+    exact_packed = packed and sliding_window is None
 
     def softmax(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, kept: ExactCacheLayer | None) -> Tensor:
         """Of heads with softmax attention, which see these keys after those that `kept` has."""
         where: dict[str, Any] = {}
         if kept is not None:
             assert rows is not None
-            k, v, where = kept.append(k, v, rows, window, sinks, packed)
+            k, v, where = kept.append(k, v, rows, window, sinks, exact_packed)
             if where and mask is not None and mask.dim() == 4:
                 raise ValueError("masks of one's own with 4 dimensions need rows without padding")
-        elif packed:
+        elif exact_packed:
             k, v = pack(k), pack(v)
         if not where:
             cu_seqlens = None if packing is None else packing.documents
@@ -125,7 +126,7 @@ def lolcats_attention(
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (query, key, value))
         exact_sinks, sink_logits = (None, None) if s_aux is None else heads.split(s_aux, 0)
         y_exact = softmax(q, k, v, exact_sinks, None if layer is None else layer.exact)
-    arguments: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits}
+    arguments: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "packed": packed}
     if packing is not None:
         q_BHTD, k_BGTD, v_BGTD = (packing.pack(x) for x in (q_BHTD, k_BGTD, v_BGTD))
         arguments |= {"cu_seqlens": packing.cu_seqlens, "shared": packing.shared}

@@ -14,7 +14,7 @@ from lolcats.modeling.compat import given_cache, is_placeholder
 
 NOT_QUANTIZED = (
     "a quantized cache has no effect on linear attention, whose states stay as they are: use the default cache, and"
-    " set_attention(exact_bits=8) for the keys and values of heads that keep softmax attention"
+    " set_attention(cache_bits=8) for the keys and values of heads that keep softmax attention"
 )
 
 
@@ -71,7 +71,7 @@ def _needed_layer(module: nn.Module, layer: Any, mode: str) -> type | None:
     if shares_keys(module):  # the earlier layer may hand on only the new ones
         return ExactCacheLayer
     attention: Any = getattr(module, "attention_config", None)
-    bounded = attention is not None and (attention.exact_tokens is not None or attention.exact_bits is not None)
+    bounded = attention is not None and (attention.exact_tokens is not None or attention.cache_bits is not None)
     has_window = getattr(module, "sliding_window", None) is not None or getattr(layer, "is_sliding", False)
     return ExactCacheLayer if bounded and not has_window else None
 

@@ -18,7 +18,7 @@ from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import by_layer
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridState
-from lolcats.ops.eight_bits import FACTOR_BYTES
+from lolcats.ops.eight_bits import FACTOR_BYTES, pack
 from lolcats.ops.hybrid_attention.api import initial_state
 
 REPORTED_TOKENS = 8192
@@ -43,7 +43,7 @@ def cache_bytes(config: LolcatsConfig, tokens: int, dtype: torch.dtype, exact: H
 def cache_sizes(config: LolcatsConfig, tokens: int, dtype: torch.dtype, exact: Heads | None = None) -> list[int]:
     """`cache_bytes`, and those of the base model's softmax attention in all heads."""
     base = copy.copy(config)
-    base.attention = replace(config.attention, exact_window=None, exact_bits=None)
+    base.attention = replace(config.attention, exact_window=None, cache_bits=None)
     base.layer_heads = [replace(layer, exact=tuple(range(layer.num_kv_heads))) for layer in config.layer_heads]
     return [cache_bytes(config, tokens, dtype, exact), cache_bytes(base, tokens, dtype)]
 
@@ -149,7 +149,7 @@ def _kept_bytes(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: to
     if most is None:
         if attention.exact_tokens is not None:
             most = attention.exact_tokens + attention.sinks
-        if attention.exact_bits is not None:
+        if attention.cache_bits is not None:
             columns, dtype = columns + FACTOR_BYTES, torch.int8
     kept = tokens if most is None else min(tokens, most)
     return 2 * len(layer.exact) * columns * kept * dtype.itemsize
@@ -166,4 +166,5 @@ def empty_state(layer: LayerHeads, attention: AttentionConfig, dtype: torch.dtyp
         attention, layer.num_heads, layer.num_kv_heads, layer.head_dim, exact=layer.exact, device="meta"
     )
     keys = torch.empty(1, module.num_kv_heads, 0, layer.head_dim, dtype=dtype, device="meta")
-    return initial_state(attention, module.params(), keys)
+    packed = attention.cache_bits is not None and attention.window_size > 0
+    return initial_state(attention, module.params(), pack(keys) if packed else keys)

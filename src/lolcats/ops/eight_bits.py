@@ -1,4 +1,4 @@
-"""Keys and values of exact heads in 8 bits: a token's entries in a head as int8, and the factor that they share.
+"""Keys and values of a cache in 8 bits: a token's entries in a head as int8, and the factor that they share.
 
 A packed tensor is one int8 tensor [..., D + 4], whose last four bytes are the factor in float32. So whatever keeps keys
 and values (transformers' cache layers, windows, the engine's slots) keeps packed ones as it would others.
@@ -25,6 +25,11 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The reverse of `pack`, in `dtype`."""
     factor = packed[..., -FACTOR_BYTES:].contiguous().view(torch.float32)
     return (packed[..., :-FACTOR_BYTES].float() * factor).to(dtype)
+
+
+def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`unpack`, where x is packed; else x itself."""
+    return unpack(x, dtype) if is_packed(x) else x
 
 
 def is_packed(x: Tensor) -> bool:

@@ -59,7 +59,7 @@ def ring_of(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> Rin
     if not is_bounded(config, layer):
         return None
     attention = config.attention
-    packed = attention.exact_bits == 8
+    packed = attention.cache_bits == 8
     return Ring(
         state_bytes=state_bytes(config, layer, dtype),
         window=attention.exact_tokens or 0,

@@ -57,7 +57,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         # Exact heads that keep all keys, or those of a native window, have vLLM's own attention.
         paged = [layer for layer in config.layer_heads if layer.exact and not is_bounded(config, layer)]
         both_kinds = any(not layer.is_softmax for layer in paged)
-        if config.attention.exact_bits is not None and any(native_window(config, layer) is None for layer in paged):
+        if config.attention.cache_bits is not None and any(native_window(config, layer) is None for layer in paged):
             logger.warning("vLLM keeps exact heads in its own type, the model's or --kv-cache-dtype fp8, not as int8")
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")

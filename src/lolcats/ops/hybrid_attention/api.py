@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
@@ -41,8 +42,9 @@ def hybrid_attention(
 
     Args:
         q_BHTD: queries [B, H, T, D], after rotary embedding.
-        k_BGTD: keys [B, G, T, D]; H is a multiple of G.
-        v_BGTD: values [B, G, T, D].
+        k_BGTD: keys [B, G, T, D]; H is a multiple of G. Or packed in 8 bits, as the state then is; see
+            `lolcats.ops.eight_bits`.
+        v_BGTD: values, as the keys.
         config: the attention settings.
         params: gamma, the feature maps' weights, and scale, cap and sinks of the scores.
         cu_seqlens: [N + 1] int, borders of N sequences packed one after the other into a batch of one row, from 0
@@ -91,7 +93,7 @@ def hybrid_attention(
 
         before = state
         if state is None and (not kernels or (return_state and cu_seqlens is not None)):
-            before = initial_state(config, params, k_BGTD, cu_seqlens)
+            before = initial_state(config, params, k_BGTD, cu_seqlens, q_BHTD.dtype)
         given: dict[str, Any] = {"fresh": state is None, "need_state": return_state, "shared": shared}
         if kernels:
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
@@ -132,22 +134,30 @@ def _one_by_one(
 
 
 def initial_state(
-    config: AttentionConfig, params: HybridParams, k_BGTD: Tensor, cu_seqlens: Tensor | None = None
+    config: AttentionConfig,
+    params: HybridParams,
+    k_BGTD: Tensor,
+    cu_seqlens: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> HybridState:
-    """The state before the first token of the sequences whose keys look like `k_BGTD`."""
-    batch, kv_heads, _, head_dim = k_BGTD.shape
+    """The state before the first token of the sequences whose keys look like `k_BGTD`.
+
+    `dtype`: of the queries; None: of the keys.
+    """
+    batch, kv_heads, _, width = k_BGTD.shape
+    head_dim = width - FACTOR_BYTES if is_packed(k_BGTD) else width
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    state_heads, features, dtype = kv_heads, 0, accumulation_dtype(k_BGTD.dtype)
+    state_heads, features, sums = kv_heads, 0, accumulation_dtype(dtype or k_BGTD.dtype)
     if config.feature_map is not None and params.k_weight is not None:
         state_heads = params.k_weight.shape[0]
         features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
     return HybridState(
-        S=k_BGTD.new_zeros(sequences, state_heads, features, head_dim, dtype=dtype),
-        z=k_BGTD.new_zeros(sequences, state_heads, features, dtype=dtype),
-        k=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, head_dim),
-        v=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, head_dim),
-        sink_k=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, head_dim),
-        sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, head_dim),
+        S=k_BGTD.new_zeros(sequences, state_heads, features, head_dim, dtype=sums),
+        z=k_BGTD.new_zeros(sequences, state_heads, features, dtype=sums),
+        k=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width),
+        v=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width),
+        sink_k=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width),
+        sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width),
         position=k_BGTD.new_zeros(sequences, dtype=torch.int64),
     )
 

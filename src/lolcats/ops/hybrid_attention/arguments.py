@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.planes import in_planes
@@ -28,7 +29,8 @@ def check_arguments(
             f" v {list(v.shape)}"
         )
     batch, heads, tokens, dim = q.shape
-    if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, dim):
+    width = dim + FACTOR_BYTES if is_packed(k) else dim
+    if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, width):
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} differ in batch, tokens or head_dim")
     kv_heads = k.shape[1]
     if kv_heads == 0 or heads % kv_heads:
@@ -38,7 +40,7 @@ def check_arguments(
         _check_borders(cu_seqlens, batch, tokens)
         batch = len(cu_seqlens) - 1
     if state is not None:
-        _check_state(config, params, state, batch, kv_heads, dim)
+        _check_state(config, params, state, batch, kv_heads, dim, width)
 
 
 def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
@@ -72,15 +74,16 @@ def _check_params(config: AttentionConfig, params: HybridParams, heads: int, kv_
 
 
 def _check_state(
-    config: AttentionConfig, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int
+    config: AttentionConfig, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int, width: int
 ) -> None:
+    """`width`: of keys and values, packed or not."""
     if state.position.shape[0] != batch or state.k.shape[2] != config.capacity:
         raise ValueError(
             f"the state holds {state.position.shape[0]} sequences and {state.k.shape[2]} window slots; expected"
             f" {batch} and {config.capacity}"
         )
-    _expect("state.k", state.k, (batch, kv_heads, config.capacity, dim))
-    _expect("state.sink_k", state.sink_k, (batch, kv_heads, config.sinks, dim))
+    _expect("state.k", state.k, (batch, kv_heads, config.capacity, width))
+    _expect("state.sink_k", state.sink_k, (batch, kv_heads, config.sinks, width))
     if config.feature_map is not None and params.k_weight is not None:
         features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
         planes = (2,) if in_planes(state.S) else ()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig, replaced
+from lolcats.ops.eight_bits import dense
 from lolcats.ops.hybrid_attention.equation import (
     key_features,
     query_features,
@@ -155,12 +156,15 @@ def _piece(
         after = push_tokens(state, config, k_BGTD, v_BGTD, shared=shared)
     config = grid.config
     q_BHED = grid.place(q_BHTD, None, dtype)
-    k_BGED = grid.place(k_BGTD, state.k, dtype)
-    v_BGED = grid.place(v_BGTD, state.v, dtype)
+    kept = (k_BGTD, state.k, v_BGTD, state.v)
+    k_BGTD, k_BGCD, v_BGTD, v_BGCD = (dense(x, q_BHTD.dtype) for x in kept)
+    k_BGED = grid.place(k_BGTD, k_BGCD, dtype)
+    v_BGED = grid.place(v_BGTD, v_BGCD, dtype)
 
     parts = []
     if config.has_softmax:
-        parts.append(_softmax_part(q_BHED, k_BGED, v_BGED, config, params, grid, after))
+        sinks = [dense(x, q_BHTD.dtype).to(dtype) for x in (after.sink_k, after.sink_v)]
+        parts.append(_softmax_part(q_BHED, k_BGED, v_BGED, config, params, grid, sinks))
     if config.feature_map is not None:
         numerator, denominator, S, z = _linear_part(
             q_BHED, k_BGED, v_BGED, config, params, grid, state, after, need_state
@@ -180,9 +184,9 @@ def _softmax_part(
     config: AttentionConfig,
     params: HybridParams,
     grid: Grid,
-    after: HybridState,
+    sinks: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the window and the sinks."""
+    """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the window and the sinks, keys and values [B, G, ., D]."""
     heads, kv_heads = q_BHED.shape[1], k_BGED.shape[1]
     c, d = grid.chunk, config.reach
     q_BGNMD = _rows(q_BHED, kv_heads, grid)
@@ -194,8 +198,8 @@ def _softmax_part(
         values.append(pad(v_BGED, (0, 0, d, 0)).unfold(2, c + d, c).mT)
         masks.append(_window_mask(config, grid))
     if config.sinks > 0:
-        keys.append(after.sink_k.to(q_BHED.dtype)[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
-        values.append(after.sink_v.to(q_BHED.dtype)[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
+        for found, sinks_BGSD in zip((keys, values), sinks, strict=True):
+            found.append(sinks_BGSD[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
         position_BNc1 = (grid.base_B[:, None] + grid.index_E).view(-1, grid.chunks, c, 1)
         masks.append(torch.arange(config.sinks, device=position_BNc1.device) <= position_BNc1)
     width = max(len(mask) for mask in masks)

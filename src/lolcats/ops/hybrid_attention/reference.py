@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.eight_bits import dense
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState
 
@@ -29,7 +30,8 @@ def reference(
     (B, H, T, D), G = q_BHTD.shape, k_BGTD.shape[1]
     if T == 0:
         return q_BHTD, state
-    q, k, v = q_BHTD.to(dtype), *(x.to(dtype).repeat_interleave(H // G, 1) for x in (k_BGTD, v_BGTD))
+    dense_kv = (dense(x, q_BHTD.dtype).to(dtype) for x in (k_BGTD, v_BGTD))
+    q, k, v = q_BHTD.to(dtype), *(x.repeat_interleave(H // G, 1) for x in dense_kv)
 
     # Which keys j each query n sees, and which of these are in its softmax part.
     j = torch.arange(T, device=q.device)

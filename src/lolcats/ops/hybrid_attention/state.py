@@ -23,7 +23,8 @@ class HybridState:
             models as int16 [B, S, 2, F, D], see `planes`; `joined` undoes it.
         z: [B, S, F] sum of phi_k(k_j) over the same tokens.
         k, v: [B, G, C, D] ring of the latest tokens' keys and values: the token at position p is in
-            slot p % C. Slots of tokens that left the window keep stale contents.
+            slot p % C. Slots of tokens that left the window keep stale contents. Or packed, [B, G, C, D + 4], see
+            `lolcats.ops.eight_bits`; then the sinks are, too.
         sink_k, sink_v: [B, G, sinks, D] keys and values of the first tokens.
         position: [B] int64, tokens seen so far.
     """

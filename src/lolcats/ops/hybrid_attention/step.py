@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.eight_bits import dense
 from lolcats.ops.hybrid_attention.equation import (
     key_features,
     query_features,
@@ -32,7 +33,7 @@ def step(
     position_B = state.position.clone()
     real_B = position_B >= 0
 
-    _fold_leaving(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
+    _fold_leaving(config, params, state, k_BG1D, v_BG1D, real_B, q_BH1D.dtype)
     for buffer, new in ((state.k, k_BG1D), (state.v, v_BG1D)):
         _write(buffer, position_B % max(config.capacity, 1), new, real_B)
     for buffer, new in ((state.sink_k, k_BG1D), (state.sink_v, v_BG1D)):
@@ -42,8 +43,8 @@ def step(
     q, groups = q_BH1D.to(dtype), state.k.shape[1]
     numerator = denominator = q.new_zeros(())
     if config.has_softmax:
-        key_BGJD = _join_tokens(state.sink_k, state.k).to(dtype)
-        value_BGJD = _join_tokens(state.sink_v, state.v).to(dtype)
+        key_BGJD = dense(_join_tokens(state.sink_k, state.k), q_BH1D.dtype).to(dtype)
+        value_BGJD = dense(_join_tokens(state.sink_v, state.v), q_BH1D.dtype).to(dtype)
         sink_GR1 = None if params.sink_logits is None else params.sink_logits.to(dtype).view(groups, -1, 1)
         gamma = config.gamma_at(params.gamma.to(dtype).view(groups, -1, 1), position_B[:, None, None, None])
         score_BGRJ = scores(q.reshape(len(q), groups, -1, q.shape[3]), key_BGJD, params.scale, params.softcap)
@@ -85,8 +86,9 @@ def _fold_leaving(
         position_BL = position_BL + torch.arange(config.window_size, device=starts_B.device)
         keys, values = _slots(state, position_BL % config.capacity)
         leaves_BL = starts_B[:, None] & (position_BL >= config.sinks)
-    phi_BSLF = key_features(keys.to(dtype), config, params) * leaves_BL[:, None, :, None]
-    state.S += phi_BSLF.mT @ repeat_heads(values.to(dtype), phi_BSLF.shape[1])
+    keys, values = (dense(x, dtype).to(state.S.dtype) for x in (keys, values))
+    phi_BSLF = key_features(keys, config, params) * leaves_BL[:, None, :, None]
+    state.S += phi_BSLF.mT @ repeat_heads(values, phi_BSLF.shape[1])
     state.z += phi_BSLF.sum(-2)
 
 

@@ -8,8 +8,9 @@ divide the columns of the values and of S, and each reads all keys.
 
 In memory S is [B, S, F, D], float32, or of 16-bit models [B, S, 2, F, D] in planes of which the second launch reads
 the first (`planes.py`); z is [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
-sinks are [B, G, sinks, D], in the type of the keys. All writes go to the state's own tensors, so a step can be captured
-in a CUDA graph. Importing this module needs Triton.
+sinks are [B, G, sinks, D], in the type of the keys; or all of them, and the new token, are packed in 8 bits
+(`lolcats.ops.eight_bits`). All writes go to the state's own tensors, so a step can be captured in a CUDA graph.
+Importing this module needs Triton.
 
 In a step of decoding many short kernels follow one another, and starting each takes about a microsecond in which the
 memory idles. With programmatic dependent launches, on Hopper, a kernel's programs start as soon as those of the one
@@ -46,6 +47,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     fade_sums,
     features,
     load_matrix,
+    load_packed,
     load_rows,
     load_vector,
     load_weight,
@@ -331,18 +333,28 @@ def _fold_piece(k_NP, v_ND, S, lower, P: tl.constexpr, D: tl.constexpr, PB: tl.c
 
 
 @triton.jit
-def _fold(keys, values, maps, S, z, head, slot, first, COUNT: tl.constexpr, shape: tl.constexpr):
+def _load_keys(pointer, row_N, there_N, column, kind: tl.constexpr, COLUMNS: tl.constexpr, shape: tl.constexpr):
+    """Tile [N, COLUMNS] of keys or values in memory, 8 bits or not, in the type `kind`; zero where nothing is there."""
+    if pointer.dtype.element_ty == tl.int8:
+        return load_packed(pointer, row_N, there_N, column, shape.D, COLUMNS).to(kind)
+    column_C = column + tl.arange(0, COLUMNS)
+    mask = there_N[:, None] & (column_C < shape.D)[None, :]
+    return tl.load(pointer + row_N[:, None] * shape.D + column_C[None, :], mask=mask, other=0.0).to(kind)
+
+
+@triton.jit
+def _fold(keys, values, maps, S, z, head, slot, first, kind: tl.constexpr, COUNT: tl.constexpr, shape: tl.constexpr):
     """Add COUNT tokens, of which the first has position `first` and lies in `slot`, to S and z of a head in memory."""
     HALVES: tl.constexpr = shape.HALVES
     P: tl.constexpr = shape.P
     D: tl.constexpr = shape.D
     ROWS: tl.constexpr = _FOLD_ROWS if (COUNT >= _FOLD_ROWS) and (shape.DB <= 128) else _FEW_FOLD_ROWS
-    weight_DP = load_weight(maps.k_weight, head, keys.dtype.element_ty, shape)
+    weight_DP = load_weight(maps.k_weight, head, kind, shape)
     for begin in tl.range(0, COUNT, ROWS):
-        k_ND = load_rows(keys, slot + begin, D, slot + COUNT, 0, D, ROWS, shape.DB)
-        v_ND = load_rows(values, slot + begin, D, slot + COUNT, 0, D, ROWS, shape.DB)
-        halves = features(project(k_ND, weight_DP, maps.k_bias, head, shape), shape)
         offset = begin + tl.arange(0, ROWS)
+        k_ND = _load_keys(keys, slot + offset, offset < COUNT, 0, kind, shape.DB, shape)
+        v_ND = _load_keys(values, slot + offset, offset < COUNT, 0, kind, shape.DB, shape)
+        halves = features(project(k_ND, weight_DP, maps.k_bias, head, shape), shape)
         leaves = (offset < COUNT) & (first + offset >= shape.SINKS)
         for half in tl.static_range(HALVES):
             phi_NP = tl.where(leaves[:, None], halves[half], 0.0)
@@ -362,7 +374,7 @@ def _clear(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _leave(k, v, maps, places, b, head, shape: tl.constexpr):
+def _leave(k, v, maps, places, b, head, kind: tl.constexpr, shape: tl.constexpr):
     """One state of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     D: tl.constexpr = shape.D
@@ -383,10 +395,10 @@ def _leave(k, v, maps, places, b, head, shape: tl.constexpr):
         g = head // shape.SHARES
         if W == 0:  # without a window the token itself
             h = _source(g, places)
-            _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, COUNT, shape)
+            _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, kind, COUNT, shape)
         elif (at >= C) & (at % COUNT == 0):
-            ring = place * places.strides.ring + g * C * D
-            _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
+            ring = place * places.strides.ring + g * C * (D + 4 if state.k.dtype.element_ty == tl.int8 else D)
+            _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, kind, COUNT, shape)
 
 
 @triton.jit
@@ -441,7 +453,7 @@ def prepare_kernel(
                 while number < end:
                     before = tl.sum((changed_N <= (number - begin) // states).to(tl.int32), 0)
                     b = (first + before).to(tl.int64)
-                    _leave(k, v, maps, places, b, (number - begin) % states, shape)
+                    _leave(k, v, maps, places, b, (number - begin) % states, q.x.dtype.element_ty, shape)
                     number += tl.num_programs(0) - tiles * heads
 
 
@@ -468,21 +480,34 @@ def _add_slots(
     values,
     slot_N,
     seen_N,  # slots that are seen; others are not read
-    column_V,  # of the values
+    first,  # column of the values
     acc,
     total,
     top,
     scale,
     softcap,
+    COLUMNS: tl.constexpr,
     shape: tl.constexpr,
 ):
     """Running sums after a tile of the keys and values [slots, D] in memory."""
-    column = tl.arange(0, shape.DB)
-    row = slot_N[:, None] * shape.D
-    k_ND = tl.load(keys + row + column[None, :], mask=seen_N[:, None] & (column < shape.D)[None, :], other=0.0)
-    v_NV = tl.load(values + row + column_V[None, :], mask=seen_N[:, None] & (column_V < shape.D)[None, :], other=0.0)
+    k_ND = _load_keys(keys, slot_N, seen_N, 0, q_MD.dtype, shape.DB, shape)
+    v_NV = _load_keys(values, slot_N, seen_N, first, q_MD.dtype, COLUMNS, shape)
     sees_MN = seen_N[None, :] & there_M[:, None]
-    return add_keys(q_MD, sees_MN, k_ND.to(q_MD.dtype), v_NV.to(q_MD.dtype), acc, total, top, scale, softcap)
+    return add_keys(q_MD, sees_MN, k_ND, v_NV, acc, total, top, scale, softcap)
+
+
+@triton.jit
+def _store_token(key, value, k_D, v_V, column_V, new_k, new_v, own, D: tl.constexpr):
+    """The `own` first entries of the new key, and some columns of the value; in 8 bits with their factors."""
+    column = tl.arange(0, k_D.shape[0])
+    tl.store(key + column, k_D.to(key.dtype.element_ty), mask=column < own)
+    tl.store(value + column_V, v_V.to(value.dtype.element_ty), mask=column_V < D)
+    if key.dtype.element_ty == tl.int8:
+        one = tl.arange(0, 1)
+        factor_k = tl.load((new_k + D).to(tl.pointer_type(tl.float32)))
+        factor_v = tl.load((new_v + D).to(tl.pointer_type(tl.float32)))
+        tl.store((key + D).to(tl.pointer_type(tl.float32)) + one, factor_k, mask=one < own)
+        tl.store((value + D).to(tl.pointer_type(tl.float32)) + one, factor_v, mask=one < own)
 
 
 @triton.jit
@@ -536,6 +561,9 @@ def step_kernel(
     SLIDING: tl.constexpr = shape.SLIDING
     SHARES: tl.constexpr = shape.SHARES
     C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
+    V: tl.constexpr = DB // SPLIT  # columns of the values
+    PACKED: tl.constexpr = k.x.dtype.element_ty == tl.int8
+    ROW: tl.constexpr = D + 4 if PACKED else D  # bytes or entries of a key in memory
     part = tl.program_id(0) % SPLIT
     g = tl.program_id(0) // SPLIT % kv_heads
     b = (tl.program_id(0) // SPLIT // kv_heads).to(tl.int64)
@@ -546,22 +574,31 @@ def step_kernel(
     source = _source(g, places)
     source_h = source * REPEATS + row
     column = tl.arange(0, DB)
-    column_V = part * (DB // SPLIT) + tl.arange(0, DB // SPLIT)
+    first = part * V
+    column_V = first + tl.arange(0, V)
     in_tile = there[:, None] & (column < D)[None, :]
     q_MD = tl.load(q.x + b * q.b + source_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
-    acc = tl.zeros([M, DB // SPLIT], tl.float32)
+    acc = tl.zeros([M, V], tl.float32)
     total = tl.zeros([M], tl.float32)
 
     real, place = _place(b, places)
     if real:
         # The upper half of the number counts the programs that are done with this sequence, see below.
         at = tl.load(state.position + b).to(tl.int32)
-        k_D = tl.load(k.x + b * k.b + source * k.h + column, mask=column < D, other=0.0)
-        v_V = tl.load(v.x + b * v.b + source * v.h + column_V, mask=column_V < D, other=0.0)
-        ring_k = state.k + place * strides.ring + g * C * D
-        ring_v = state.v + place * strides.ring + g * C * D
-        sink_k = state.sink_k + place * strides.sinks + g * SINKS * D
-        sink_v = state.sink_v + place * strides.sinks + g * SINKS * D
+        new_k, new_v = k.x + b * k.b + source * k.h, v.x + b * v.b + source * v.h
+        stored_k = tl.load(new_k + column, mask=column < D, other=0)
+        stored_v = tl.load(new_v + column_V, mask=column_V < D, other=0)
+        k_D, v_V = stored_k, stored_v
+        if PACKED:
+            factor_k = tl.load((new_k + D).to(tl.pointer_type(tl.float32)))
+            factor_v = tl.load((new_v + D).to(tl.pointer_type(tl.float32)))
+            k_D = (stored_k.to(tl.float32) * factor_k).to(q_MD.dtype)
+            v_V = (stored_v.to(tl.float32) * factor_v).to(q_MD.dtype)
+        ring = place * strides.ring + g * C * ROW
+        sink = place * strides.sinks + g * SINKS * ROW
+        if PACKED:  # else they would be read byte by byte
+            ring, sink = tl.multiple_of(ring, 4), tl.multiple_of(sink, 4)
+        ring_k, ring_v, sink_k, sink_v = state.k + ring, state.v + ring, state.sink_k + sink, state.sink_v + sink
 
         # Exact keys: this token from the arguments, first tokens from the sinks, then the window.
         if W > 0 or SINKS > 0:
@@ -572,10 +609,10 @@ def step_kernel(
             sees = there & ((W > 0) | (at < SINKS))
             acc, total, top = _add_token(q_MD, sees, k_D, v_V, acc, total, top, scale, softcap)
             if SINKS > 0:
-                sink = tl.arange(0, shape.SB)
-                seen_S = (sink < SINKS) & (sink < at)
+                slot_S = tl.arange(0, shape.SB)
+                seen_S = (slot_S < SINKS) & (slot_S < at)
                 acc, total, top = _add_slots(
-                    q_MD, there, sink_k, sink_v, sink, seen_S, column_V, acc, total, top, scale, softcap, shape
+                    q_MD, there, sink_k, sink_v, slot_S, seen_S, first, acc, total, top, scale, softcap, V, shape
                 )
             if W > 0:
                 start = tl.maximum(at - W + 1 if SLIDING else (at // W - shape.BLOCKS + 1) * W, SINKS)
@@ -584,7 +621,7 @@ def step_kernel(
                     held = at - 1 - (at - 1 + C - slot) % C  # position of the token in the slot; negative: none
                     seen_N = (slot < C) & (held >= start)
                     acc, total, top = _add_slots(
-                        q_MD, there, ring_k, ring_v, slot, seen_N, column_V, acc, total, top, scale, softcap, shape
+                        q_MD, there, ring_k, ring_v, slot, seen_N, first, acc, total, top, scale, softcap, V, shape
                     )
             weighs = tl.load(gamma + row_h, mask=there, other=0.0).to(tl.float32)
             if CAP > 0:
@@ -603,14 +640,13 @@ def step_kernel(
                 acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
 
         tl.debug_barrier()  # all threads have read the slot and the position
-        D_K = tl.where(part == 0, D, 0)  # one of the programs writes the keys
+        own = tl.where(part == 0, D, 0)  # one of the programs writes the keys
         if W > 0:
-            tl.store(ring_k + at % C * D + column, k_D, mask=column < D_K)
-            tl.store(ring_v + at % C * D + column_V, v_V, mask=column_V < D)
-        if SINKS > 0:
-            there_D = tl.where(at < SINKS, D, 0)
-            tl.store(sink_k + at * D + column, k_D, mask=column < tl.where(part == 0, there_D, 0))
-            tl.store(sink_v + at * D + column_V, v_V, mask=column_V < there_D)
+            slot = at % C * ROW
+            _store_token(ring_k + slot, ring_v + slot, stored_k, stored_v, column_V, new_k, new_v, own, D)
+        if (SINKS > 0) & (at < SINKS):
+            slot = at * ROW
+            _store_token(sink_k + slot, sink_v + slot, stored_k, stored_v, column_V, new_k, new_v, own, D)
         # The position may change only when all programs of the sequence have read it: each counts itself in the
         # upper half, and the last one writes the new position over the count.
         if places.page is None:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.eight_bits import dense
 from lolcats.ops.hybrid_attention.kernels.backward import backward
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forward
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
@@ -68,6 +69,7 @@ def triton_attention(
     after = state
     if state is not None and (need_state or (config.sinks and not fresh)):
         after = push_tokens(state, config, k_BGTD, v_BGTD, cu_seqlens, shared=shared)
+    k_BGTD, v_BGTD = (dense(x, q_BHTD.dtype) for x in (k_BGTD, v_BGTD))
     if fresh:
         # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
         if cu_seqlens is not None:
@@ -82,12 +84,12 @@ def triton_attention(
         grid = once(shared, PackedGrid, config, state.position, cu_seqlens, q_BHTD.shape[2])
         layout, base_N = grid.segments, grid.base_N.to(torch.int32)
         q_BHTD = grid.place(q_BHTD, None, q_BHTD.dtype)
-        k_BGTD = grid.place(k_BGTD, state.k, k_BGTD.dtype)
-        v_BGTD = grid.place(v_BGTD, state.v, v_BGTD.dtype)
+        k_BGTD = grid.place(k_BGTD, dense(state.k, q_BHTD.dtype), k_BGTD.dtype)
+        v_BGTD = grid.place(v_BGTD, dense(state.v, q_BHTD.dtype), v_BGTD.dtype)
         if config.feature_map is not None:
             S, z = state.S, state.z
         if config.sinks:
-            sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
+            sink_k, sink_v = (dense(x, q_BHTD.dtype).to(k_BGTD.dtype) for x in (after.sink_k, after.sink_v))
 
     if not config.has_softmax:
         params = params._replace(sink_logits=None)

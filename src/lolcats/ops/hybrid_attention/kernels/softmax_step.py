@@ -19,6 +19,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     FLOOR,
     add_keys,
     fade_sums,
+    load_packed,
     load_rows,
     sink_logit,
     store_rows,
@@ -130,8 +131,8 @@ def split_kernel(
     for key in tl.range(begin, end, BN):
         at_N = key + tl.arange(0, BN)
         if PACKED:
-            k_ND = load_packed(k_head, at_N, at_N < end, D, DB).to(q_MD.dtype)
-            v_ND = load_packed(v_head, at_N, at_N < end, D, DB).to(q_MD.dtype)
+            k_ND = load_packed(k_head, at_N, at_N < end, 0, D, DB).to(q_MD.dtype)
+            v_ND = load_packed(v_head, at_N, at_N < end, 0, D, DB).to(q_MD.dtype)
         else:
             k_ND = load_rows(k_head, key, k.t, end, 0, D, BN, DB)
             v_ND = load_rows(v_head, key, v.t, end, 0, D, BN, DB)
@@ -142,19 +143,6 @@ def split_kernel(
     store_rows(acc + first * D, sum_MD, split * 0, splits * D, REPEATS, 0, D)
     tl.store(total + first + row * splits, total_M, mask=row < REPEATS)
     tl.store(top + first + row * splits, top_M, mask=row < REPEATS)
-
-
-@triton.jit
-def load_packed(pointer, row_N, there_N, D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tile [N, COLUMNS] of keys or values in 8 bits, rows of D int8 and a float32; zero where nothing is there."""
-    col = tl.arange(0, COLUMNS)
-    place_N = row_N.to(tl.int64) * (D + 4)
-    factor_N = tl.load((pointer + place_N + D).to(tl.pointer_type(tl.float32)), mask=there_N, other=0.0)
-    mask = there_N[:, None]
-    if D % COLUMNS != 0:
-        mask = mask & (col < D)[None, :]
-    x_ND = tl.load(pointer + place_N[:, None] + col[None, :], mask=mask, other=0.0)
-    return x_ND.to(tl.float32) * factor_N[:, None]
 
 
 @triton.jit(do_not_specialize=SIZES)

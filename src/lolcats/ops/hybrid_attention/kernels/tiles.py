@@ -49,6 +49,20 @@ def load_rows(pointer, first, stride, limit, column, D: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
+def load_packed(pointer, row_N, there_N, column, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tile [N, COLUMNS] of keys or values in 8 bits, rows of D int8 and a float32, from `column` on; zero where nothing
+    is there."""
+    col = column + tl.arange(0, COLUMNS)
+    place_N = row_N.to(tl.int64) * (D + 4)
+    factor_N = tl.load((pointer + place_N + D).to(tl.pointer_type(tl.float32)), mask=there_N, other=0.0)
+    mask = there_N[:, None]
+    if D % COLUMNS != 0:
+        mask = mask & (col < D)[None, :]
+    x_ND = tl.load(pointer + place_N[:, None] + col[None, :], mask=mask, other=0.0)
+    return x_ND.to(tl.float32) * factor_N[:, None]
+
+
+@triton.jit
 def store_rows(pointer, tile, first, stride, limit, column, D: tl.constexpr):
     """The inverse of `load_rows`; rows from `limit` on are left alone."""
     row = tl.arange(0, tile.shape[0])

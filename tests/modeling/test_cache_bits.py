@@ -1,4 +1,4 @@
-"""Exact heads that keep keys and values in 8 bits: the same outputs however a text is read, and the bytes promised."""
+"""Exact heads and windows in 8 bits: the same outputs however a text is read, and the bytes promised."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lolcats.modeling.call import SOFTMAX
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack, unpack
 from lolcats.training.lora import add_lora
 
-ATTENTION = {"window_size": 3, "sinks": 2, "exact": ["0.1", "1"], "exact_bits": 8}
+ATTENTION = {"window_size": 3, "sinks": 2, "exact": ["0.1", "1"], "cache_bits": 8}
 WINDOW = 5
 
 
@@ -52,11 +52,11 @@ def test_a_cache_keeps_the_form_in_which_it_began(kit, window, gradients):
 def test_eight_bits_are_near_and_are_used(model, kit):
     tokens = kit.tokens(2, 30)
     found, teacher = model(tokens).logits, model(tokens, attention_call=SOFTMAX).logits
-    model.set_attention(exact_bits=None)
+    model.set_attention(cache_bits=None)
     full = model(tokens).logits
     assert torch.equal(model(tokens, attention_call=SOFTMAX).logits, teacher)
     size = full.std()
-    assert 1e-5 * size < (found - full).abs().max() < 0.15 * size
+    assert 1e-5 * size < (found - full).square().mean().sqrt() < 0.1 * size  # few tokens go to other experts
 
 
 @pytest.mark.parametrize("targets", ["qkvo", "qv", "v", "q"])
@@ -73,7 +73,7 @@ def test_training_sees_full_precision(kit, targets):
         return {name: x.grad.clone() for name, x in adapted.named_parameters() if x.requires_grad}
 
     packed = gradients()
-    model.set_attention(exact_bits=None)
+    model.set_attention(cache_bits=None)
     full = gradients()
     assert all(gradient.abs().max() > 0 for gradient in full.values())
     torch.testing.assert_close(packed, full)

@@ -157,13 +157,13 @@ class Results:
     """Finished runs, and the reports of `lolcats eval` and `lolcats analyse` by name.
 
     hybrid: runs of `lolcats sweep hybrid` by "file: method".
-    ability: the teacher and linearized models, with what `benchmarks/ability.py` found.
+    ability: teachers of a size and models linearized from them, with what `benchmarks/ability.py` found.
     """
 
     rows: list[dict[str, Any]]
     steps: dict[str, Any]
     hybrid: dict[str, list[dict[str, Any]]]
-    ability: list[dict[str, Any]]
+    ability: dict[str, list[dict[str, Any]]]
 
     @classmethod
     def read(cls, folder: Path) -> Results:
@@ -172,8 +172,10 @@ class Results:
             for row in _finished(file):
                 hybrid.setdefault(f"{file.stem.removeprefix('hybrid_')}: {row['case']['method']}", []).append(row)
         steps = json.loads((folder / RUNS / "steps.json").read_text(encoding="utf-8"))
-        files = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("ability_*.jsonl"))]
-        ability = [json.loads(line) for text in files for line in text.splitlines()]
+        ability = {}
+        for size in ("0.5b", "1.5b"):
+            files = sorted(folder.glob(f"ability_qwen2.5-coder-{size}_*.jsonl"))
+            ability[size] = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
         return cls(_finished(folder / RUNS / "rows.jsonl"), steps, hybrid, ability)
 
     def of(self, sweep: str, case: str) -> list[dict[str, float]]:
@@ -255,23 +257,24 @@ def hybrid(results: Results) -> list[str]:
     return markdown(columns, rows)
 
 
-def ability(results: Results) -> list[str]:
+def ability(runs: list[dict[str, Any]]) -> list[str]:
     """What a model still does: percent, perplexities as multiples of the teacher's; means over seeds."""
     percent = {"humaneval": "HumanEval", "humaneval_1024": "behind 1k", "humaneval_4096": "4k", "gsm8k": "GSM8K"}
     percent |= {"gsm8k_8shot": "8-shot", "mmlu": "MMLU", "labels_120shot": "120 labels"}
     texts = [f"perplexity_{length}" for length in (1024, 4096, 8192)]
     columns = ["", "seeds", "MiB at 8k", *percent.values(), "WikiText-2"]
+    teacher = runs[0]["found"] if runs else {}
+
+    def mean(found: list[dict[str, Any]], name: str) -> str:
+        values = [run[name]["percent"] if name in percent else run[name] / teacher[name] for run in found if name in run]
+        return f"{statistics.fmean(values):.{1 if name in percent else 2}f}" if values else "-"
+
     rows = []
-    teacher = results.ability[0]["found"] if results.ability else {}
-    for title in dict.fromkeys(run["row"] for run in results.ability):
-        runs = [run for run in results.ability if run["row"] == title]
-        cells = [title, str(len(runs)), f"{runs[0]['cache_mib']['8192']:.1f}"]
-        found = [[run["found"][name]["percent"] for run in runs if name in run["found"]] for name in percent]
-        cells += [f"{statistics.fmean(values):.1f}" if values else "-" for values in found]
-        cells.append(
-            ", ".join(f"{statistics.fmean(run['found'][name] / teacher[name] for run in runs):.2f}" for name in texts)
-        )
-        rows.append(cells)
+    for title in dict.fromkeys(run["row"] for run in runs):
+        same = [run for run in runs if run["row"] == title]
+        found = [run["found"] for run in same]
+        cells = [title, str(len(same)), f"{same[0]['cache_mib']['8192']:.1f}", *(mean(found, name) for name in percent)]
+        rows.append([*cells, ", ".join(mean(found, name) for name in texts)])
     return markdown(columns, rows)
 
 
@@ -300,8 +303,11 @@ def fill(page: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        own = {"provenance": provenance, "hybrid": hybrid, "ability": ability}
-        lines = own[name](results) if name in own else table(name, results)
+        own = {"provenance": provenance, "hybrid": hybrid}
+        if size := {"ability": "0.5b", "ability_15": "1.5b"}.get(name):
+            lines = ability(results.ability[size])
+        else:
+            lines = own[name](results) if name in own else table(name, results)
         return "\n".join([f"<!-- {name} -->", *lines, f"<!-- /{name} -->"])
 
     return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", block, page, flags=re.DOTALL)
@@ -365,8 +371,9 @@ def recall(results: Results) -> Figure:
     return figure
 
 
+WIDE = "`lolcats-hybrid` with windows in 16 bits"
 ABLE = {  # of the table of abilities, drawn: rows of one way, smaller caches first
-    "window and linear part": ["12 %, window 128", "12 %, 4096", "25 %, 8 bits: `lolcats-hybrid`", "25 %, 4096"],
+    "window and linear part": ["12 %, window 128", "12 %, 4096", "25 %, 8 bits", "25 %, 4096", WIDE],
     "window alone": ["12 %, 4096, no linear part", "..., no linear part"],
     "softmax": ["teacher"],
 }
@@ -380,11 +387,12 @@ def frontier(results: Results) -> Figure:
     for axis, length in zip(axes, ("8192", "32768"), strict=True):
         for (label, titles), style in zip(ABLE.items(), ("C0o", "C1s", "k^"), strict=True):
             for title in titles:
-                runs = [run for run in results.ability if run["row"] == title]
+                runs = [run for run in results.ability["0.5b"] if run["row"] == title]
                 sizes = {round(run["cache_mib"][length], 1) for run in runs}
-                mean = statistics.fmean([run["found"][name]["percent"] for run in runs for name in names] or [0.0])
+                found = [[run["found"][name]["percent"] for run in runs if name in run["found"]] for name in names]
+                mean = statistics.fmean(statistics.fmean(values or [0.0]) for values in found)
                 axis.plot([*sizes], [mean] * len(sizes), style, label=label if title == titles[0] else None)
-                name = title.partition(":")[0].replace("...", "25 %, 8 bits").removesuffix(", no linear part")
+                name = title.replace(WIDE, "window 512").replace("...", "25 %, 8 bits").removesuffix(", no linear part")
                 for size in sizes:
                     axis.annotate(name, (size, mean), (5, -9), textcoords="offset points", fontsize=8)
         axis.set(xscale="log", xlabel=f"cache of a sequence of {length} tokens (MiB)")

@@ -266,7 +266,9 @@ def ability(runs: list[dict[str, Any]]) -> list[str]:
     teacher = runs[0]["found"] if runs else {}
 
     def mean(found: list[dict[str, Any]], name: str) -> str:
-        values = [run[name]["percent"] if name in percent else run[name] / teacher[name] for run in found if name in run]
+        values = [
+            run[name]["percent"] if name in percent else run[name] / teacher[name] for run in found if name in run
+        ]
         return f"{statistics.fmean(values):.{1 if name in percent else 2}f}" if values else "-"
 
     rows = []

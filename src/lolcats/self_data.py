@@ -30,7 +30,7 @@ from lolcats.modeling.loading import load_base_model
 from lolcats.report import write_text
 from lolcats.training.identity import weights_hash
 
-ROWS = 8000  # sampled, of which some three quarters are kept
+ROWS = 4000  # sampled, of which some three quarters are kept
 PROMPT = {"temperature": 1.0, "top_k": 100}
 ANSWER = {"temperature": 0.8, "top_k": 100, "top_p": 0.95}
 MAX_LENGTH = 2048  # tokens of a dialogue, template included: half for the answer, a quarter for a prompt

@@ -50,7 +50,7 @@ class DataSource(Section):
 
     path: str
     """Hub id, or local .json, .jsonl, .csv, .tsv, .parquet or .txt file (also .gz), folder, glob, or folder of
-    `save_to_disk`; "demo": shipped text; "self": what the model to linearize writes itself (8000 samples unless
+    `save_to_disk`; "demo": shipped text; "self": what the model to linearize writes itself (4000 samples unless
     `max_rows` says otherwise); "retrieval": generated texts of `sequence_length` tokens that ask for what stands in
     them (2000 unless `max_rows` says otherwise); "passkey": the same with the paper's filler and a number (10000); in
     `transfer.data` and `adjust.data`, "data.sources": those of `data`, which share this one's weight."""

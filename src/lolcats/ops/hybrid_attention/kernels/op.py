@@ -69,7 +69,8 @@ def triton_attention(
     after = state
     if state is not None and (need_state or (config.sinks and not fresh)):
         after = push_tokens(state, config, k_BGTD, v_BGTD, cu_seqlens, shared=shared)
-    k_BGTD, v_BGTD = (dense(x, q_BHTD.dtype) for x in (k_BGTD, v_BGTD))
+    kept = k_BGTD, v_BGTD
+    k_BGTD, v_BGTD = (dense(x, q_BHTD.dtype) for x in kept)
     if fresh:
         # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
         if cu_seqlens is not None:
@@ -104,7 +105,7 @@ def triton_attention(
     if not need_state:
         return y_BHTD, None
     if after is None:
-        after = _state_of_rows(k_BGTD, v_BGTD, config)
+        after = _state_of_rows(*kept, config, q_BHTD.shape[3])
     if config.feature_map is not None:
         assert S is not None
         assert z is not None
@@ -112,9 +113,9 @@ def triton_attention(
     return y_BHTD, after
 
 
-def _state_of_rows(k_BGTD: Tensor, v_BGTD: Tensor, config: AttentionConfig) -> HybridState:
-    """The state after the first tokens of every row, its sums not yet filled in."""
-    batch, kv_heads, tokens, head_dim = k_BGTD.shape
+def _state_of_rows(k_BGTD: Tensor, v_BGTD: Tensor, config: AttentionConfig, head_dim: int) -> HybridState:
+    """The state after the first tokens of every row, its sums not yet filled in; of packed keys with packed windows."""
+    batch, kv_heads, tokens, _ = k_BGTD.shape
     S = k_BGTD.new_empty(batch, kv_heads, 0, head_dim, dtype=torch.float32)
     k, v = (_ring(x, config.capacity) for x in (k_BGTD, v_BGTD))
     sink_k, sink_v = (_ring(x[:, :, : config.sinks], config.sinks) for x in (k_BGTD, v_BGTD))

@@ -119,16 +119,16 @@ def _state_of_rows(k_BGTD: Tensor, v_BGTD: Tensor, config: AttentionConfig, head
     S = k_BGTD.new_empty(batch, kv_heads, 0, head_dim, dtype=torch.float32)
     k, v = (_ring(x, config.capacity) for x in (k_BGTD, v_BGTD))
     sink_k, sink_v = (_ring(x[:, :, : config.sinks], config.sinks) for x in (k_BGTD, v_BGTD))
-    position_B = torch.full((batch,), tokens, device=S.device)
-    return HybridState(S, S.new_empty(S.shape[:3]), k, v, sink_k, sink_v, position_B)
+    return HybridState(S, S.new_empty(S.shape[:3]), k, v, sink_k, sink_v, torch.full((batch,), tokens, device=S.device))
 
 
 def _ring(x_BGTD: Tensor, slots: int) -> Tensor:
-    """A copy of the latest tokens, each in its slot of a ring; zero where none has come."""
+    """A contiguous copy of the latest tokens, each in its slot of a ring; zero where none has come."""
     tokens = x_BGTD.shape[2]
-    if tokens <= slots:
+    if tokens < slots:
         return pad(x_BGTD, (0, 0, 0, slots - tokens))
-    return x_BGTD[:, :, tokens - slots :].roll(tokens % max(slots, 1), 2)
+    begin = tokens - tokens % max(slots, 1)  # of the last turn
+    return torch.cat([x_BGTD[:, :, begin:], x_BGTD[:, :, tokens - slots : begin]], 2)
 
 
 def _even_borders(sequences: int, tokens: int, device: torch.device) -> Tensor:

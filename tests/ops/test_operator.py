@@ -227,14 +227,13 @@ def test_any_split_is_the_whole(config):
 def test_keys_and_values_in_eight_bits(backend, config):
     """However they are read, the results are those of the rounded ones, and windows keep them packed."""
     case = make_case(config, 150, batch=2, heads=4, kv_heads=2)
-    small = replace(case, k=pack(case.k), v=pack(case.v))
-    rounded = replace(case, k=unpack(small.k, case.q.dtype), v=unpack(small.v, case.q.dtype))
+    rounded = replace(case, k=unpack(pack(case.k), case.q.dtype), v=unpack(pack(case.v), case.q.dtype))
     y, state = rounded.run("reference", return_state=True)
-    found = {"whole": small.run(backend, return_state=True)}
+    found = {"whole": case.run(backend, packed=True, return_state=True)}
     if backend != "reference":
         outputs, after = [], None
         for begin, end in pairwise([0, 70, 71, 72, 120, 148, 149, 150]):
-            part, after = small.part(begin, end).run(backend, state=after, return_state=True)
+            part, after = case.part(begin, end).run(backend, state=after, packed=True, return_state=True)
             outputs.append(part)
         found["parts"] = torch.cat(outputs, 2), after
     for own_y, after in found.values():

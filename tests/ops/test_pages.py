@@ -17,7 +17,7 @@ from lolcats.ops.hybrid_attention.planes import join_sums
 
 def pages_of(case: Case, count: int) -> StatePages:
     """Pages of bytes that are NaN in every floating type, with some between them."""
-    parts = page_parts(initial_state(case.config, case.params, case.k))
+    parts = page_parts(initial_state(case.config, case.params, case.k), case.q.dtype)
     size = sum(x.nbytes for x in parts.values()) + 48
     return StatePages(parts, torch.full((count, size), 0xFF, dtype=torch.uint8, device=DEVICE))
 

@@ -18,7 +18,7 @@ from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import by_layer
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridState
-from lolcats.ops.eight_bits import FACTOR_BYTES, pack
+from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.api import initial_state
 
 REPORTED_TOKENS = 8192
@@ -167,4 +167,4 @@ def empty_state(layer: LayerHeads, attention: AttentionConfig, dtype: torch.dtyp
     )
     keys = torch.empty(1, module.num_kv_heads, 0, layer.head_dim, dtype=dtype, device="meta")
     packed = attention.cache_bits is not None and attention.window_size > 0
-    return initial_state(attention, module.params(), pack(keys) if packed else keys)
+    return initial_state(attention, module.params(), keys, packed=packed)

@@ -14,7 +14,6 @@ from transformers import initialization as init
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.heads import HeadSplit
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
-from lolcats.ops.eight_bits import is_packed, pack
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
 
@@ -123,19 +122,12 @@ class HybridAttention(nn.Module):
         sink_logits: Tensor | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        state: HybridState | None = None,
-        packed: bool = False,
         **arguments: Any,
     ) -> tuple[Tensor, HybridState | None]:
-        """Hybrid attention of the linear heads; other arguments, and results, as `lolcats.ops.hybrid_attention`.
-
-        `packed`: keys and values are rounded to 8 bits, in which the window keeps them; a state decides for itself.
-        """
-        values, v_BGTD = v_BGTD.shape[-1], self._as_wide(v_BGTD)
-        if is_packed(state.k) if state is not None else packed and self.config.window_size > 0:
-            k_BGTD, v_BGTD = pack(k_BGTD), pack(v_BGTD)
+        """Hybrid attention of the linear heads; other arguments, and results, as `lolcats.ops.hybrid_attention`."""
+        values = v_BGTD.shape[-1]
         params = self.params(sink_logits, scale, softcap)
-        y_BHTD, state = hybrid_attention(q_BHTD, k_BGTD, v_BGTD, self.config, params, state=state, **arguments)
+        y_BHTD, state = hybrid_attention(q_BHTD, k_BGTD, self._as_wide(v_BGTD), self.config, params, **arguments)
         return (y_BHTD if values == self.head_dim else y_BHTD[..., :values]), state
 
     def output_mse(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, target_BHTD: Tensor, **call: Any) -> Tensor:

@@ -41,7 +41,7 @@ def heads_of_rank(layer: LayerHeads, rank: int, ranks: int) -> LayerHeads:
 
 def state_parts(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of the linear heads of a rank's `layer`; `dtype` is that of the model."""
-    return {} if layer.is_softmax else page_parts(empty_state(layer, config.attention, dtype))
+    return {} if layer.is_softmax else page_parts(empty_state(layer, config.attention, dtype), dtype)
 
 
 def state_bytes(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> int:
@@ -247,7 +247,8 @@ class PagedHybridAttention(Page):
             ring_attention(self.ring, q_NHD, k_NGD, v_NGD, pages, batch, y_NHD, self.exact_heads, **settings)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        return hybrid_attention(q, k, v, self.linear_attention.config, self._params(), **options)
+        config = self.linear_attention.config
+        return hybrid_attention(q, k, v, config, self._params(), packed=config.cache_bits == 8, **options)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
         from lolcats.ops.hybrid_attention.kernels.decode import paged_step  # imports Triton

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
+from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed, pack
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
@@ -37,14 +37,14 @@ def hybrid_attention(
     return_state: bool = False,
     backend: str = "auto",
     shared: dict[Hashable, Any] | None = None,
+    packed: bool = False,
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention: equation hybrid_linear_swa of arXiv:2410.10254, see `AttentionConfig`.
 
     Args:
         q_BHTD: queries [B, H, T, D], after rotary embedding.
-        k_BGTD: keys [B, G, T, D]; H is a multiple of G. Or packed in 8 bits, as the state then is; see
-            `lolcats.ops.eight_bits`.
-        v_BGTD: values, as the keys.
+        k_BGTD: keys [B, G, T, D]; H is a multiple of G.
+        v_BGTD: values [B, G, T, D].
         config: the attention settings.
         params: gamma, the feature maps' weights, and scale, cap and sinks of the scores.
         cu_seqlens: [N + 1] int, borders of N sequences packed one after the other into a batch of one row, from 0
@@ -58,6 +58,8 @@ def hybrid_attention(
             "triton" (GPU kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
         shared: what follows from borders and positions, kept for the other layers of a forward pass, which
             have the same ones; at first empty.
+        packed: round keys and values to 8 bits, in which the window keeps them (`lolcats.ops.eight_bits`). A state
+            decides for itself.
 
     Returns:
         y [B, H, T, D] in q's type, and the state or None.
@@ -80,6 +82,9 @@ def hybrid_attention(
             state = state.clone()
         if not (is_step and kernels):
             state = state.joined()
+    keeps_packed = is_packed(state.k) if state is not None else packed and config.window_size > 0
+    if keeps_packed and not (is_step and kernels):  # the kernel of a step rounds by itself
+        inputs = (q_BHTD, pack(k_BGTD), pack(v_BGTD), config, params)
 
     # Sums run in float32 here; autocast would turn the products into half precision.
     device = q_BHTD.device.type
@@ -93,7 +98,7 @@ def hybrid_attention(
 
         before = state
         if state is None and (not kernels or (return_state and cu_seqlens is not None)):
-            before = initial_state(config, params, k_BGTD, cu_seqlens, q_BHTD.dtype)
+            before = initial_state(config, params, k_BGTD, cu_seqlens, packed=keeps_packed)
         given: dict[str, Any] = {"fresh": state is None, "need_state": return_state, "shared": shared}
         if kernels:
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
@@ -138,26 +143,24 @@ def initial_state(
     params: HybridParams,
     k_BGTD: Tensor,
     cu_seqlens: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    *,
+    packed: bool = False,
 ) -> HybridState:
-    """The state before the first token of the sequences whose keys look like `k_BGTD`.
-
-    `dtype`: of the queries; None: of the keys.
-    """
-    batch, kv_heads, _, width = k_BGTD.shape
-    head_dim = width - FACTOR_BYTES if is_packed(k_BGTD) else width
+    """The state before the first token of the sequences whose keys look like `k_BGTD`; its windows may be packed."""
+    batch, kv_heads, _, head_dim = k_BGTD.shape
+    width, kind = (head_dim + FACTOR_BYTES, torch.int8) if packed else (head_dim, k_BGTD.dtype)
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    state_heads, features, sums = kv_heads, 0, accumulation_dtype(dtype or k_BGTD.dtype)
+    state_heads, features, sums = kv_heads, 0, accumulation_dtype(k_BGTD.dtype)
     if config.feature_map is not None and params.k_weight is not None:
         state_heads = params.k_weight.shape[0]
         features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
     return HybridState(
         S=k_BGTD.new_zeros(sequences, state_heads, features, head_dim, dtype=sums),
         z=k_BGTD.new_zeros(sequences, state_heads, features, dtype=sums),
-        k=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width),
-        v=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width),
-        sink_k=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width),
-        sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width),
+        k=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width, dtype=kind),
+        v=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width, dtype=kind),
+        sink_k=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
+        sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
         position=k_BGTD.new_zeros(sequences, dtype=torch.int64),
     )
 

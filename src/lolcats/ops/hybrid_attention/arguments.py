@@ -29,8 +29,7 @@ def check_arguments(
             f" v {list(v.shape)}"
         )
     batch, heads, tokens, dim = q.shape
-    width = dim + FACTOR_BYTES if is_packed(k) else dim
-    if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, width):
+    if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, dim):
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} differ in batch, tokens or head_dim")
     kv_heads = k.shape[1]
     if kv_heads == 0 or heads % kv_heads:
@@ -40,7 +39,7 @@ def check_arguments(
         _check_borders(cu_seqlens, batch, tokens)
         batch = len(cu_seqlens) - 1
     if state is not None:
-        _check_state(config, params, state, batch, kv_heads, dim, width)
+        _check_state(config, params, state, batch, kv_heads, dim)
 
 
 def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
@@ -74,9 +73,9 @@ def _check_params(config: AttentionConfig, params: HybridParams, heads: int, kv_
 
 
 def _check_state(
-    config: AttentionConfig, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int, width: int
+    config: AttentionConfig, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int
 ) -> None:
-    """`width`: of keys and values, packed or not."""
+    width = dim + FACTOR_BYTES if is_packed(state.k) else dim
     if state.position.shape[0] != batch or state.k.shape[2] != config.capacity:
         raise ValueError(
             f"the state holds {state.position.shape[0]} sequences and {state.k.shape[2]} window slots; expected"

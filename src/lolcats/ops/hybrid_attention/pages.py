@@ -5,7 +5,7 @@ A page holds one sequence's state in one layer. Its parts follow one another wit
     S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`; with 16-bit
                                           keys [S, 2, F, D] int16, see `planes`
     z                [S, F] float32
-    k, v             [G, C, D] each       the ring of the window, in the keys' type
+    k, v             [G, C, D] each       the ring of the window, in the keys' type or packed, [G, C, D + 4] int8
     sink_k, sink_v   [G, sinks, D] each
 
 The number of tokens that a sequence has seen is not in its page: the scheduler knows it. What a page holds before
@@ -23,9 +23,9 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
-def page_parts(state: HybridState) -> dict[str, Tensor]:
-    """The parts of a page, in order, as the state of one sequence has them, also one without memory ("meta")."""
-    parts = state.as_steps_keep(state.k.dtype).tensors()
+def page_parts(state: HybridState, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parts of a page, in order, as the state of one sequence of a model of this type has them, also on "meta"."""
+    parts = state.as_steps_keep(dtype).tensors()
     return {name: x[0] for name, x in parts.items() if name != "position"}
 
 

@@ -8,9 +8,8 @@ divide the columns of the values and of S, and each reads all keys.
 
 In memory S is [B, S, F, D], float32, or of 16-bit models [B, S, 2, F, D] in planes of which the second launch reads
 the first (`planes.py`); z is [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
-sinks are [B, G, sinks, D], in the type of the keys; or all of them, and the new token, are packed in 8 bits
-(`lolcats.ops.eight_bits`). All writes go to the state's own tensors, so a step can be captured in a CUDA graph.
-Importing this module needs Triton.
+sinks are [B, G, sinks, D], in the type of the keys; or both are packed in 8 bits (`lolcats.ops.eight_bits`). All
+writes go to the state's own tensors, so a step can be captured in a CUDA graph. Importing this module needs Triton.
 
 In a step of decoding many short kernels follow one another, and starting each takes about a microsecond in which the
 memory idles. With programmatic dependent launches, on Hopper, a kernel's programs start as soon as those of the one
@@ -44,8 +43,10 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     FLOOR,
     add_keys,
     dot,
+    factor_of,
     fade_sums,
     features,
+    levels_of,
     load_matrix,
     load_packed,
     load_rows,
@@ -497,15 +498,12 @@ def _add_slots(
 
 
 @triton.jit
-def _store_token(key, value, k_D, v_V, column_V, new_k, new_v, own, D: tl.constexpr):
+def _store_token(key, value, k_D, v_V, factor_k, factor_v, column_V, own, D: tl.constexpr):
     """The `own` first entries of the new key, and some columns of the value; in 8 bits with their factors."""
-    column = tl.arange(0, k_D.shape[0])
+    column, one = tl.arange(0, k_D.shape[0]), tl.arange(0, 1)
     tl.store(key + column, k_D.to(key.dtype.element_ty), mask=column < own)
     tl.store(value + column_V, v_V.to(value.dtype.element_ty), mask=column_V < D)
     if key.dtype.element_ty == tl.int8:
-        one = tl.arange(0, 1)
-        factor_k = tl.load((new_k + D).to(tl.pointer_type(tl.float32)))
-        factor_v = tl.load((new_v + D).to(tl.pointer_type(tl.float32)))
         tl.store((key + D).to(tl.pointer_type(tl.float32)) + one, factor_k, mask=one < own)
         tl.store((value + D).to(tl.pointer_type(tl.float32)) + one, factor_v, mask=one < own)
 
@@ -562,7 +560,7 @@ def step_kernel(
     SHARES: tl.constexpr = shape.SHARES
     C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
     V: tl.constexpr = DB // SPLIT  # columns of the values
-    PACKED: tl.constexpr = k.x.dtype.element_ty == tl.int8
+    PACKED: tl.constexpr = places.state.k.dtype.element_ty == tl.int8
     ROW: tl.constexpr = D + 4 if PACKED else D  # bytes or entries of a key in memory
     part = tl.program_id(0) % SPLIT
     g = tl.program_id(0) // SPLIT % kv_heads
@@ -586,14 +584,14 @@ def step_kernel(
         # The upper half of the number counts the programs that are done with this sequence, see below.
         at = tl.load(state.position + b).to(tl.int32)
         new_k, new_v = k.x + b * k.b + source * k.h, v.x + b * v.b + source * v.h
-        stored_k = tl.load(new_k + column, mask=column < D, other=0)
-        stored_v = tl.load(new_v + column_V, mask=column_V < D, other=0)
-        k_D, v_V = stored_k, stored_v
-        if PACKED:
-            factor_k = tl.load((new_k + D).to(tl.pointer_type(tl.float32)))
-            factor_v = tl.load((new_v + D).to(tl.pointer_type(tl.float32)))
-            k_D = (stored_k.to(tl.float32) * factor_k).to(q_MD.dtype)
-            v_V = (stored_v.to(tl.float32) * factor_v).to(q_MD.dtype)
+        k_D = tl.load(new_k + column, mask=column < D, other=0.0)
+        v_V = tl.load(new_v + column_V, mask=column_V < D, other=0.0)
+        stored_k, stored_v, factor_k, factor_v = k_D, v_V, 0.0, 0.0
+        if PACKED:  # the token itself is rounded, too, as all that a pass reads
+            factor_k = factor_of(k_D.to(tl.float32))
+            factor_v = factor_of(tl.load(new_v + column, mask=column < D, other=0.0).to(tl.float32))
+            stored_k, stored_v = levels_of(k_D.to(tl.float32), factor_k), levels_of(v_V.to(tl.float32), factor_v)
+            k_D, v_V = (stored_k * factor_k).to(q_MD.dtype), (stored_v * factor_v).to(q_MD.dtype)
         ring = place * strides.ring + g * C * ROW
         sink = place * strides.sinks + g * SINKS * ROW
         if PACKED:  # else they would be read byte by byte
@@ -643,10 +641,10 @@ def step_kernel(
         own = tl.where(part == 0, D, 0)  # one of the programs writes the keys
         if W > 0:
             slot = at % C * ROW
-            _store_token(ring_k + slot, ring_v + slot, stored_k, stored_v, column_V, new_k, new_v, own, D)
+            _store_token(ring_k + slot, ring_v + slot, stored_k, stored_v, factor_k, factor_v, column_V, own, D)
         if (SINKS > 0) & (at < SINKS):
             slot = at * ROW
-            _store_token(sink_k + slot, sink_v + slot, stored_k, stored_v, column_V, new_k, new_v, own, D)
+            _store_token(sink_k + slot, sink_v + slot, stored_k, stored_v, factor_k, factor_v, column_V, own, D)
         # The position may change only when all programs of the sequence have read it: each counts itself in the
         # upper half, and the last one writes the new position over the count.
         if places.page is None:

@@ -10,13 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.eight_bits import LEVELS
 from lolcats.ops.hybrid_attention.kernels.operands import next_power_of_2
-
-_LEVEL = tl.constexpr(1 / LEVELS)
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-# Added to a number of few digits it leaves no bits for the fraction, which is rounded to the nearest, half to even.
-_ROUND = tl.constexpr(1.5 * 2.0**23)
+from lolcats.ops.hybrid_attention.kernels.tiles import factor_of, levels_of
 
 
 def store_tokens(
@@ -83,9 +78,8 @@ def _store(from_ptr, to_ptr, D: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.co
     column = tl.arange(0, BLOCK)
     x = tl.load(from_ptr + column, mask=column < D, other=0.0).to(tl.float32)
     if PACKED:
-        factor = tl.max(tl.abs(x), 0) * _LEVEL
-        level = (tl.div_rn(x, tl.maximum(factor, _TINY)) + _ROUND) - _ROUND
-        tl.store(to_ptr + column, level.to(tl.int8), mask=column < D)
+        factor = factor_of(x)
+        tl.store(to_ptr + column, levels_of(x, factor).to(tl.int8), mask=column < D)
         tl.store((to_ptr + D).to(tl.pointer_type(tl.float32), bitcast=True), factor)
     else:
         tl.store(to_ptr + column, x.to(to_ptr.dtype.element_ty), mask=column < D)

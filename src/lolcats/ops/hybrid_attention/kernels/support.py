@@ -34,10 +34,8 @@ def supports(
     state: HybridState | None = None,
 ) -> str | None:
     """Why the Triton kernels do not take this call, in one sentence; None if they do."""
-    if is_packed(k_BGTD):
-        if k_BGTD.shape[3] % FACTOR_BYTES:
-            return f"head_dim is {q_BHTD.shape[3]}; in 8 bits the kernels take multiples of {FACTOR_BYTES}."
-        k_BGTD = v_BGTD = q_BHTD
+    if state is not None and is_packed(state.k) and q_BHTD.shape[3] % FACTOR_BYTES:
+        return f"head_dim is {q_BHTD.shape[3]}; in 8 bits the kernels take multiples of {FACTOR_BYTES}."
     reason = _any_tensors(q_BHTD, k_BGTD, v_BGTD)
     if reason is not None:
         return reason

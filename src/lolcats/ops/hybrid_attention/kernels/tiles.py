@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from lolcats.ops.eight_bits import LEVELS
 from lolcats.ops.hybrid_attention.kernels.operands import INTERPRETED, LOG2_E, Rows
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
@@ -21,6 +23,10 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 # Products, loads and stores.
+_LEVEL = tl.constexpr(1 / LEVELS)
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Added to a number of few digits it leaves no bits for the fraction, which is rounded to the nearest, half to even.
+_ROUND = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
@@ -46,6 +52,17 @@ def load_rows(pointer, first, stride, limit, column, D: tl.constexpr, ROWS: tl.c
     if D % COLUMNS != 0:
         mask = mask & (col < D)[None, :]
     return tl.load(address, mask=mask, other=0.0)
+
+
+@triton.jit
+def factor_of(x_D):
+    """Of the 8-bit levels of a token's float32 entries, see `lolcats.ops.eight_bits`."""
+    return tl.max(tl.abs(x_D), 0) * _LEVEL
+
+
+@triton.jit
+def levels_of(x, factor):
+    return (tl.div_rn(x, tl.maximum(factor, _TINY)) + _ROUND) - _ROUND
 
 
 @triton.jit

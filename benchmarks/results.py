@@ -14,6 +14,7 @@ import json
 import re
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,12 +159,14 @@ class Results:
 
     hybrid: runs of `lolcats sweep hybrid` by "file: method".
     ability: teachers of a size and models linearized from them, with what `benchmarks/ability.py` found.
+    long: models of which it measured a part: recall and perplexity of long texts, and what further training leaves.
     """
 
     rows: list[dict[str, Any]]
     steps: dict[str, Any]
     hybrid: dict[str, list[dict[str, Any]]]
     ability: dict[str, list[dict[str, Any]]]
+    long: list[dict[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> Results:
@@ -176,7 +179,9 @@ class Results:
         for size in ("0.5b", "1.5b"):
             files = sorted(folder.glob(f"ability_qwen2.5-coder-{size}_*.jsonl"))
             ability[size] = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-        return cls(_finished(folder / RUNS / "rows.jsonl"), steps, hybrid, ability)
+        files = sorted(folder.glob("long_qwen2.5-coder-*.jsonl"))
+        long = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+        return cls(_finished(folder / RUNS / "rows.jsonl"), steps, hybrid, ability, long)
 
     def of(self, sweep: str, case: str) -> list[dict[str, float]]:
         """The numbers of a table's row, one entry a seed."""
@@ -257,27 +262,71 @@ def hybrid(results: Results) -> list[str]:
     return markdown(columns, rows)
 
 
-def ability(runs: list[dict[str, Any]]) -> list[str]:
-    """What a model still does: percent, perplexities as multiples of the teacher's; means over seeds."""
-    percent = {"humaneval": "HumanEval", "humaneval_1024": "behind 1k", "humaneval_4096": "4k", "gsm8k": "GSM8K"}
-    percent |= {"gsm8k_8shot": "8-shot", "mmlu": "MMLU", "labels_120shot": "120 labels"}
-    texts = [f"perplexity_{length}" for length in (1024, 4096, 8192)]
-    columns = ["", "seeds", "MiB at 8k", *percent.values(), "WikiText-2"]
-    teacher = runs[0]["found"] if runs else {}
+Column = tuple[int, Callable[[dict[str, Any]], float | None]]  # digits, and what is shown of a run
 
-    def mean(found: list[dict[str, Any]], name: str) -> str:
-        values = [
-            run[name]["percent"] if name in percent else run[name] / teacher[name] for run in found if name in run
-        ]
-        return f"{statistics.fmean(values):.{1 if name in percent else 2}f}" if values else "-"
 
+def of_runs(runs: list[dict[str, Any]], columns: dict[str, Column]) -> list[str]:
+    """A row for each title of runs: means over seeds, "-" where nothing was measured."""
     rows = []
     for title in dict.fromkeys(run["row"] for run in runs):
         same = [run for run in runs if run["row"] == title]
-        found = [run["found"] for run in same]
-        cells = [title, str(len(same)), f"{same[0]['cache_mib']['8192']:.1f}", *(mean(found, name) for name in percent)]
-        rows.append([*cells, ", ".join(mean(found, name) for name in texts)])
-    return markdown(columns, rows)
+        cells = [title, str(len(same))]
+        for digits, find in columns.values():
+            values = [value for run in same if (value := find(run)) is not None]
+            cells.append(f"{statistics.fmean(values):.{digits}f}" if values else "-")
+        rows.append(cells)
+    return markdown(["", "seeds", *columns], rows)
+
+
+def percent(name: str) -> Column:
+    return 1, lambda run: run["found"].get(name, {}).get("percent")
+
+
+def wikitext(length: int, teacher: dict[str, Any]) -> Column:
+    """Perplexity as a multiple of the teacher's."""
+    name = f"perplexity_{length}"
+    return 2, lambda run: run["found"][name] / teacher[name] if name in run["found"] and name in teacher else None
+
+
+def fact(kind: str, tokens: int, *measures: str) -> Column:
+    """Facts found in texts of so many tokens, per cent, in the first of the measures that has them."""
+
+    def find(run: dict[str, Any]) -> float | None:
+        entries = [entry for name in measures for entry in run["found"].get(name, ())]
+        known = (100 * e["accuracy"] for e in entries if (e["kind"], e["length"]) == (kind, tokens))
+        return next(known, None)
+
+    return 0, find
+
+
+def ability(runs: list[dict[str, Any]]) -> list[str]:
+    """What a model still does."""
+    tasks = {"HumanEval": "humaneval", "behind 1k": "humaneval_1024", "4k": "humaneval_4096", "GSM8K": "gsm8k"}
+    tasks |= {"8-shot": "gsm8k_8shot", "MMLU": "mmlu", "120 labels": "labels_120shot"}
+    columns: dict[str, Column] = {"MiB at 8k": (1, lambda run: run["cache_mib"]["8192"])}
+    columns |= {title: percent(name) for title, name in tasks.items()}
+    texts = {"WikiText-2, 1k": 1024, "at 4k": 4096, "8k": 8192}
+    return of_runs(runs, columns | {title: wikitext(n, runs[0]["found"]) for title, n in texts.items()})
+
+
+def far(results: Results) -> list[str]:
+    """What is found in texts of up to 32k tokens."""
+    runs = [run for run in results.ability["0.5b"] if "perplexity_32768" in run["found"]]
+    columns: dict[str, Column] = {}
+    for title, kind in (("one fact", "needle"), ("one of four", "needles")):
+        for tokens in (8192, 16384, 32768):
+            columns[f"{title}, {tokens // 1024}k"] = fact(kind, tokens, "recall_long", "recall")
+    columns |= {f"WikiText-2, {n // 1024}k": wikitext(n, runs[0]["found"]) for n in (16384, 32768)}
+    return of_runs([*runs, *(run for run in results.long if "humaneval" not in run["found"])], columns)
+
+
+def trained(results: Results) -> list[str]:
+    """What training on other data leaves of a model and of its original."""
+    seeds = {"teacher": None, "25 %, 8 bits, gates on 8192 tokens": 1}  # of what was trained; None: all runs
+    runs = [run for run in results.ability["0.5b"] if seeds.get(run["row"], -1) in (None, run["seed"])]
+    columns = {"HumanEval": percent("humaneval"), "GSM8K": percent("gsm8k")}
+    columns |= {"one fact, 8k": fact("needle", 8192, "recall"), "one of four, 8k": fact("needles", 8192, "recall")}
+    return of_runs([*runs, *(run for run in results.long if "humaneval" in run["found"])], columns)
 
 
 def share(runs: list[dict[str, Any]], kind: str, length: int) -> float:
@@ -305,7 +354,7 @@ def fill(page: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        own = {"provenance": provenance, "hybrid": hybrid}
+        own = {"provenance": provenance, "hybrid": hybrid, "far": far, "trained": trained}
         if size := {"ability": "0.5b", "ability_15": "1.5b"}.get(name):
             lines = ability(results.ability[size])
         else:

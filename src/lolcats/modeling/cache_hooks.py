@@ -14,7 +14,7 @@ from lolcats.modeling.compat import given_cache, is_placeholder
 
 NOT_QUANTIZED = (
     "a quantized cache has no effect on linear attention, whose states stay as they are: use the default cache, and"
-    " set_attention(cache_bits=8) for the keys and values of heads that keep softmax attention"
+    " set_attention(cache_bits=8) for the keys and values of windows and of heads that keep softmax attention"
 )
 
 

@@ -50,6 +50,7 @@ GIB, GB, DISK_GB_S, EPOCH_TOKENS = 2**30, 10**9, 2, 20_000_000  # the last where
 WEIGHT, FLOAT, TRAINED, NF4 = 2, 4, 20, 0.5 + 4 / 64  # bytes of a parameter; trained: two gradients, Adam's moments
 WORKSPACES, TUNING = 96 * 2**20, 256 * 2**20  # of cuBLAS; of Triton while it tunes kernels in stage 1's first steps
 KL_BYTES, KL_PRODUCTS = 20, 5  # of a logit, and with the head, where the teacher's logits are compared
+LABEL_BYTES = 14 / 4  # of a logit where they are not: a quarter of them at once
 GATE_LABELS, CHUNK = 256, 64  # most labels of a retrieval text; tokens of a state of the kernels
 
 
@@ -160,7 +161,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         saved_L = saved_L + (2 * hidden if text.model_type in FAMILIES else 4 * hidden + mlp / 3)
         saved_L = row * saved_L + step_tokens * heads_L * (1 + gates + 2 * linear_L) * FLOAT
         kept = layers * row * hidden if again else saved_L[first:].sum()
-        logits = min(part_size(vocabulary), step_tokens * labels) * vocabulary * (KL_BYTES if compares else WEIGHT)
+        logits = min(part_size(vocabulary), step_tokens * labels) * vocabulary * (KL_BYTES if compares else LABEL_BYTES)
         others = row * 5 * hidden + logits, compares * (row * 4 * hidden + frozen_pass)
         activations = kept + max(row * (2 * hidden + mlp / 3) + again * saved_L.max(), *others)
         trained = lora * TRAINED + model.maps * (TRAINED if adjust and section.train_feature_maps else FLOAT)

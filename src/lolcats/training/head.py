@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 from lolcats.parallel.sharding import gathered
 
 PART_ELEMENTS = 2**27
@@ -112,7 +111,8 @@ def weighted_cross_entropy(
 ) -> Tensor:
     """Sum over L positions of weight times cross-entropy (nats) of the label; a float32 scalar."""
     if head.frozen and not torch.is_autocast_enabled(features_LD.device.type):
-        return _FrozenHeadLoss.apply(features_LD, label_L, weight_L, head, part)
+        # With their gradient and in float32, logits take seven times the memory.
+        return _FrozenHeadLoss.apply(features_LD, label_L, weight_L, head, max(part // 4, 1))
 
     def loss(features: Tensor, label: Tensor, weight: Tensor) -> Tensor:
         return (cross_entropy(head(features).float(), label, reduction="none") * weight).sum()
@@ -161,9 +161,12 @@ class _FrozenHeadLoss(torch.autograd.Function):
         gradient_LD = torch.empty_like(features_LD) if wanted else None
         for begin in range(0, len(label_L), part):
             span = slice(begin, begin + part)
-            product_LV = head.product(features_LD[span])
-            loss_L[span], gradient_LV = _loss_and_gradient(product_LV, label_L[span], head, wanted)
-            if gradient_LD is not None and gradient_LV is not None:
+            with torch.set_grad_enabled(wanted):
+                product_LV = head.product(features_LD[span].detach()).requires_grad_(wanted)
+                part_L = cross_entropy(head.finish(product_LV).float(), label_L[span], reduction="none")
+            loss_L[span] = part_L.detach()
+            if gradient_LD is not None:
+                (gradient_LV,) = torch.autograd.grad(part_L, product_LV, torch.ones_like(part_L))
                 # The weights come after the product: in half precision they could underflow in its factor.
                 gradient_LD[span] = (gradient_LV @ matrix_VD) * weight_L[span, None]
         if gradient_LD is not None:
@@ -174,20 +177,3 @@ class _FrozenHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient_LD,) = ctx.saved_tensors
         return gradient_LD * gradients[0].to(gradient_LD.dtype), None, None, None, None
-
-
-def _loss_and_gradient(
-    product_LV: Tensor, label_L: Tensor, head: LanguageHead, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
-    """[L] cross-entropy and its gradient of the head's products [L, V], which may be overwritten."""
-    fits = product_LV.is_cuda and product_LV.is_contiguous() and product_LV.dtype != torch.float64
-    if HAS_TRITON and head.softcap is None and fits:
-        from lolcats.ops.cross_entropy_kernel import cross_entropy_and_gradient_  # imports Triton
-
-        factor = (head.multiply or 1.0) / (head.divide or 1.0)
-        return cross_entropy_and_gradient_(product_LV, label_L, factor), product_LV
-    with torch.set_grad_enabled(wanted):
-        product_LV = product_LV.detach().requires_grad_(wanted)
-        loss_L = cross_entropy(head.finish(product_LV).float(), label_L, reduction="none")
-        gradient_LV = torch.autograd.grad(loss_L.sum(), product_LV)[0] if wanted else None
-    return loss_L.detach(), gradient_LV

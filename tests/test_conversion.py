@@ -355,6 +355,7 @@ def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatc
     (folder / "config.json").write_text(before)
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "quantised (gptq)" in message()
+    edit_config(folder, quantization_config=None)
     for other, words in (("t5", "encoder-decoder"), ("vit", "not a decoder")):
         AutoConfig.for_model(other).save_pretrained(folder)
         assert words in message()

@@ -17,8 +17,8 @@ from peft import PeftModel
 from rich.console import Console
 
 from lolcats.checkpoint.read import checkpoint_folder
-from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
-from lolcats.checkpoint.write import dense_weights, export, stored_weights
+from lolcats.checkpoint.verify import ROUNDED_TOLERANCE, reload_check
+from lolcats.checkpoint.write import export, stored_weights
 from lolcats.config import DataSection, LinearizeConfig
 from lolcats.conversion import convert, covered_positions, fit_positions, positions_of, stage_section
 from lolcats.data import build_datasets
@@ -33,7 +33,6 @@ from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.heads import by_layer
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.quantised import Quantisation
 from lolcats.parallel.blockwise import jobs
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import load_in_parts
@@ -351,10 +350,9 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     report["identity"] = content_hash(run.identity("adjust", run.validation) | {"heads": run.model.config.exact_heads})
     report["provenance"] = provenance()
     run.model.config.provenance = report["provenance"] | {"config": report["config"]}
-    report["weights"] = weights_note(config, run.quantisation)
+    report["weights"] = weights_note(config)
     control = config.adjust.enabled and config.adjust.softmax_control
     settings: dict[str, Any] = {"dtype": run.base_dtype if config.adjust.method == "full" else None, "as_base": control}
-    stays = run.quantisation is not None and run.quantisation.stays
     if run.partial is not None:
         settings["weights"] = run.partial.weights()
     else:
@@ -364,7 +362,7 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
             batch_size=config.adjust.micro_batch_size,
             group=group,
             attention_call=SOFTMAX if control else None,
-            tolerance=QUANTISED_TOLERANCE if stays else ROUNDED_TOLERANCE if config.model.load_in_4bit else None,
+            tolerance=ROUNDED_TOLERANCE if config.model.load_in_4bit else None,
         )
     settings |= {"report": report, "card": model_card(report)}
     if run.sharded and run.partial is None:
@@ -374,8 +372,6 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
             if group.is_main and config.model.load_in_4bit:
                 folder = checkpoint_folder(run.model.model.name_or_path, config.model.revision)
                 settings["weights"] = stored_weights(run.model, folder)
-            elif group.is_main and stays:
-                settings["weights"] = dense_weights(run.model)
             if group.is_main:
                 export(trained, run.tokenizer, run.output, **settings)
     if group.is_main and (skipped := report.get("reloaded", {}).get("skipped")):
@@ -386,12 +382,9 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     run.console.print(f"written: {run.output} (model, {REPORT_FILE}, run/)")
 
 
-def weights_note(config: LinearizeConfig, quantisation: Quantisation | None) -> str | None:
-    """A sentence on what became of quantised weights and LoRA in the written folder; None if none were quantised."""
+def weights_note(config: LinearizeConfig) -> str | None:
+    """A sentence on what became of weights in 4 bits and LoRA in the written folder; None if they were not."""
     lora = ", with LoRA merged" if config.adjust.enabled and config.adjust.method == "lora" else ""
-    if config.model.load_in_4bit:
-        return f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."
-    if quantisation is None:
+    if not config.model.load_in_4bit:
         return None
-    became = "kept so while training, written dequantised" if quantisation.stays else "dequantised before training"
-    return f"The base model's weights are quantised ({quantisation.method}): {became}{lora}."
+    return f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."

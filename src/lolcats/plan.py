@@ -73,8 +73,6 @@ def count(config: LinearizeConfig) -> Model:
     shape = {hub_id: SHAPES[name] for name, hub_id in HUB_IDS.items()}.get(str(config.model.path))
     source: Any = LlamaConfig(**shape, max_position_embeddings=2**17) if shape else locate(config.model).config
     advice = "cannot be planned; measure a short run: lolcats linearize MODEL --max-steps 20"
-    if getattr(source, "quantization_config", None) is not None:
-        raise UserError(f"the weights of {config.model.path} are quantised: plan for the checkpoint of which they were")
     if recurrent := recurrent_layers(source):
         raise UserError(f"{source.model_type} with layers without attention ({recurrent}) {advice}")
     if config.adjust.method == "full" or config.transfer.block_mode not in ("joint", "streaming"):

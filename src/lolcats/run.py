@@ -23,7 +23,6 @@ from lolcats.modeling.cache_size import heads_in_budget, window_in_budget
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.loading import locate
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.quantised import Quantisation, refuse_without_gradient
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.parallel.group import Group, fit_micro_batches
@@ -105,8 +104,7 @@ class Run:
         for name, section in self.sections.items():
             self.sections[name] = fit_micro_batches(section, name, self.group, self.console.print)
         source = None if config.model.gguf_file else locate(config.model)
-        self.quantisation = None if source is None else source.quantisation
-        check_weights(config, self.sharded, self.quantisation)
+        check_weights(config, self.sharded)
         written = [source.path for stage in ("transfer", "adjust") for source in config.data_of(stage).written_sources]
         if written and (self.sharded or self.in_blocks):
             raise UserError(
@@ -148,8 +146,6 @@ class Run:
                     taken.append(name)
             if config.adjust.enabled and config.adjust.method == "lora":
                 adapted_projections(self.model, config.adjust)
-            if self.quantisation is not None and (config.adjust.enabled or "gates" in self.sections):
-                refuse_without_gradient(self.model)
             self._check_budget(self.model.config, self.base_dtype)
             if self.group.is_main:
                 self.lock.__enter__()
@@ -218,15 +214,10 @@ def open_run(config: LinearizeConfig, output: Path, console: Console | None = No
             run.lock.__exit__()
 
 
-def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisation | None = None) -> None:
-    """Refuse what cannot be together with weights that are quantised or sharded over processes."""
-    if config.adjust.enabled and config.adjust.method == "full":
-        if config.model.load_in_4bit:
-            raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
-        if quantisation is not None and quantisation.stays:
-            raise UserError(
-                f"adjust.method=full trains all weights, which stay quantised ({quantisation.method}); use lora"
-            )
+def check_weights(config: LinearizeConfig, sharded: bool) -> None:
+    """Refuse what cannot be together with weights that are in 4 bits or sharded over processes."""
+    if config.adjust.enabled and config.adjust.method == "full" and config.model.load_in_4bit:
+        raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
     needs_whole = {
         "model.load_in_4bit": config.model.load_in_4bit,
         f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,

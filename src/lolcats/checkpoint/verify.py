@@ -22,8 +22,6 @@ TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Difference in nats per token that counts as rounding, by the type of the exported weights."""
 ROUNDED_TOLERANCE = 0.5
 """The same for a model trained over weights in 4 bits, which is exported with exact ones."""
-QUANTISED_TOLERANCE = 5e-2
-"""The same for a model trained over quantised weights, exported dequantised: LLM.int8 rounds activations as well."""
 LARGEST_ON_CPU = 16 * 2**30
 """Bytes of weights beyond which a forward pass on the CPU takes too long."""
 

@@ -27,7 +27,6 @@ from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
 from lolcats.data.templates import end_of_turn
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.quantised import dense_weight, quantised_linears
 from lolcats.modeling.remote_code import PATTERNS as CODE_FILES
 from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
 from lolcats.parallel.group import Group
@@ -132,7 +131,7 @@ def whole_weights(model: LolcatsForCausalLM, group: Group = SINGLE_PROCESS) -> I
 
 
 def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a quantised model, the base model's own as its checkpoint in `folder` has them.
+    """The weights of a model in 4 bits, the base model's own as its checkpoint in `folder` has them.
 
     Adapters trained on weights in 4 bits are merged into the exact ones: rounded to 4 bits again, their small
     changes would mostly vanish.
@@ -143,22 +142,6 @@ def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[st
     for name, tensor in model.state_dict().items():
         if _MAPS in name:
             yield name, tensor
-
-
-def dense_weights(model: LolcatsForCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """As `whole_weights`, the quantised ones dequantised one after another to the model's type."""
-    linears, written = quantised_linears(model), set()
-    for name, tensor in whole_weights(model):
-        path = name
-        while path and path not in linears:
-            path = path.rpartition(".")[0]
-        if not path:
-            yield name, tensor
-        elif (linear := linears[path]) not in written:
-            written.add(linear)
-            yield f"{path}.weight", dense_weight(linear, model.dtype)
-            if linear.bias is not None:
-                yield f"{path}.bias", linear.bias.to(model.dtype)
 
 
 def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[[str, Tensor], tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ class ModelSection(Section):
     """The pretrained model to linearize."""
 
     path: str | None = None
-    """Hugging Face hub id or local folder; its weights may be quantised, in kinds that transformers loads here."""
+    """Hugging Face hub id or local folder, of weights that are not quantised."""
     revision: str | None = None
     """Branch, tag or commit of the hub repository."""
     gguf_file: str | None = None

@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ from transformers.utils import ADAPTER_CONFIG_NAME, cached_file, find_adapter_co
 from lolcats.config import ModelSection
 from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.quantised import (
-    Quantisation,
-    dense_copy,
-    forget_quantisation,
-    quantisation,
-    refuse_undense,
-)
 from lolcats.modeling.text_tower import TEXT_NAMES, text_tower
 
 FIRST_GGUF_RELEASE = 5, 19
@@ -61,24 +53,6 @@ class Source:
     whole: PreTrainedConfig
     config: PreTrainedConfig
 
-    @cached_property
-    def quantisation(self) -> Quantisation | None:
-        """How the weights are quantised; None: they are not, or are dequantised while loading (GGUF)."""
-        if self.section.gguf_file is not None:
-            return None
-        path, whole = self.path, self.whole
-        found = quantisation(whole, path, resolve_device(self.section.device))
-        if found is not None and whole is not self.config:
-            raise UserError(
-                f"{path} ({whole.model_type}) is multimodal and quantised ({found.method}); its language model can be"
-                " taken out of a checkpoint in bf16, fp16 or fp32 alone"
-            )
-        if found is not None and self.section.load_in_4bit:
-            raise UserError(
-                f"the weights of {path} are quantised already ({found.method}); leave model.load_in_4bit out"
-            )
-        return found
-
 
 def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
     """Find a causal language model; one that is linearized already is refused unless `allow_linearized`."""
@@ -98,6 +72,13 @@ def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     if not known and not has_own_code:
         raise UserError(f"{path} ({config.model_type}) is not a decoder: it has no causal language model")
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        raise UserError(
+            f"the weights of {path} are quantised ({quantised.get('quant_method', 'bitsandbytes')}): start from the"
+            " original weights, or dequantise them once and give that folder, with the tokenizer's files. With"
+            " transformers, where it knows how:\n"
+            f'  AutoModelForCausalLM.from_pretrained("{path}").dequantize().save_pretrained("FOLDER")'
+        )
     return Source(section, path, arguments, config, text_tower(config, path))
 
 
@@ -108,18 +89,18 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     the language model alone, which is logged.
     """
     source = locate(section, allow_linearized=allow_linearized)
-    path, quantised = source.path, source.quantisation
+    path = source.path
     device = resolve_device(section.device)
     dtype = resolve_dtype(section.dtype, device)
     tokenizer = _load_tokenizer(source)
-    tower: dict[str, Any] = {} if source.whole is source.config else {"key_mapping": TEXT_NAMES}
-    changed = {"config": source.config} if tower or quantised is not None else {}
+    tower: dict[str, Any] = (
+        {} if source.whole is source.config else {"key_mapping": TEXT_NAMES, "config": source.config}
+    )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             **source.arguments,
             **tower,
-            **changed,
             **_quantize(section, dtype),
             dtype=dtype,
             device_map={"": device},
@@ -140,15 +121,10 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     check_complete(info, path)
     if tower:
         model._weight_conversions = None  # a text model is saved under its own names
-    if section.gguf_file is not None or section.load_in_4bit or quantised is not None:
-        forget_quantisation(model)  # the exported folder has plain weights
+    if section.load_in_4bit:
+        model.hf_quantizer.remove_quantization_config(model)  # the exported folder has plain weights
     if section.gguf_file is not None:
         _follow_gguf(tokenizer, model.config, path, section.gguf_file, section.revision)
-    if quantised is not None:
-        if quantised.stays:
-            refuse_undense(model, path)
-        else:
-            model = dense_copy(model)
     return model.eval(), tokenizer
 
 
@@ -172,12 +148,7 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
             " jointly (transfer.block_mode=joint)"
         )
     source = locate(section)
-    path, config, quantised = source.path, source.config, source.quantisation
-    if quantised is not None:
-        raise UserError(
-            f"the weights of {path} are quantised ({quantised.method}) and cannot be read in parts; set"
-            " transfer.block_mode=joint and parallel.shard=off, or choose the checkpoint in bf16, fp16 or fp32"
-        )
+    path, config = source.path, source.config
     dtype = resolve_dtype(section.dtype, resolve_device(section.device))
     tokenizer = _load_tokenizer(source)
     try:

@@ -25,7 +25,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.decoder import decoder_layers
-from lolcats.modeling.loading import load_skeleton, locate
+from lolcats.modeling.loading import load_skeleton
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import Group
 
@@ -38,7 +38,7 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
 
     `parallel.shard=auto` shards weights that would take more than a quarter of the smallest memory. Replicated
     weights are several times faster for small models: nothing is gathered, and CUDA graphs work. Weights that
-    cannot be read in slices (GGUF, quantised) are replicated.
+    cannot be read in slices (GGUF, 4 bits) are replicated.
     """
     parallel, model = config.parallel, config.model
     if group.world == 1 or parallel.shard != "auto":
@@ -48,8 +48,6 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
     if parallel.cpu_offload:
         return True
     with group.main_first():
-        if locate(model).quantisation is not None:
-            return False
         skeleton, _ = load_skeleton(model)
     trains_all = config.adjust.enabled and config.adjust.method == "full"
     return held_bytes(skeleton, trains_all) > REPLICATED_SHARE * min(group.gather(memory_bytes(group)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 
 from lolcats.config import AdjustSection
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.quantised import is_linear
 
 # Names of the projections inside attention modules; fused ones stand for several roles.
 _FUSED = ("qkv_proj", "query_key_value", "W_pack", "Wqkv")
@@ -41,7 +41,7 @@ def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> lis
     """Full names of the modules that get adapters: those with the roles of `lora_targets` in all linearized layers."""
     names: set[str] = set()
     for path, attention in model.attention_modules().items():
-        linears = {name for name, child in attention.named_children() if is_linear(child)}
+        linears = {name for name, child in attention.named_children() if isinstance(child, nn.Linear)}
         for role in config.lora_targets:
             found = [name for name in _PROJECTIONS[role] if name in linears]
             if not found:
@@ -50,7 +50,7 @@ def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> lis
                     f" {', '.join(sorted(linears)) or 'none'}. Change lora_targets"
                 )
             names.add(f"{path}.{found[0]}")
-    # not the weight's shape: quantised weights are packed
+    # not the weight's shape: weights in 4 bits are packed
     layers: list[Any] = [model.get_submodule(name) for name in names]
     smallest = min(min(layer.in_features, layer.out_features) for layer in layers)
     if config.lora_rank > smallest:

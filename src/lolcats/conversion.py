@@ -62,14 +62,11 @@ def _wrap(base_model: PreTrainedModel, config: LolcatsConfig) -> LolcatsForCausa
 def check_architecture(section: ModelSection, attention: AttentionConfig, data: DataSection) -> LolcatsConfig | None:
     """Refuse, before weights are read, a model that cannot be linearized or that `attention` or `data` does not fit.
 
-    It is built without weights. What cannot run so, because it looks at values, is judged when it has its weights; so
-    are GGUF files.
+    It is built without weights. What cannot run so, because it looks at values, is judged when it has its weights.
 
     Returns:
         The linearized model's configuration; None: judged later.
     """
-    if section.gguf_file is not None:
-        return None
     config = copy.deepcopy(locate(section).config)  # the model writes into it
     try:
         with torch.device("meta"), no_init_weights():

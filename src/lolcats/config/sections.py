@@ -31,8 +31,6 @@ class ModelSection(Section):
     """Hugging Face hub id or local folder, of weights that are not quantised."""
     revision: str | None = None
     """Branch, tag or commit of the hub repository."""
-    gguf_file: str | None = None
-    """Name of a GGUF file in `path`; its weights are dequantised while loading."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the frozen weights and activations; auto: bfloat16 on a GPU, float32 on a CPU.
     Feature maps, window factors and states are always float32."""

@@ -25,7 +25,6 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
-    gguf_file: str | None = None,
     **attention: Any,
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, from a hub id or folder.
@@ -35,7 +34,7 @@ def load_model(
             that need no training; None, and other models, change nothing.
     """
     section = {"path": str(path), "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    config = LinearizeConfig.from_dict({"model": section | {"gguf_file": gguf_file}})
+    config = LinearizeConfig.from_dict({"model": section})
     model, tokenizer = load_base_model(config.model, allow_linearized=True)
     attention = {name: value for name, value in attention.items() if value is not None}
     if attention and isinstance(model, LolcatsForCausalLM):

@@ -25,15 +25,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
-from transformers.utils import ADAPTER_CONFIG_NAME, cached_file, find_adapter_config_file
+from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from lolcats.config import ModelSection
 from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.text_tower import TEXT_NAMES, text_tower
-
-FIRST_GGUF_RELEASE = 5, 19
-"""Of transformers that reads all tokenizers of GGUF files; 5.17 loses the merges of SentencePiece vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,6 @@ def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
     """Find a causal language model; one that is linearized already is refused unless `allow_linearized`."""
     path = _resolve(section)
     arguments: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
-    if section.gguf_file is not None:
-        arguments["gguf_file"] = section.gguf_file
     config = _load_config(path, arguments)
     if isinstance(config, LolcatsConfig) and not allow_linearized:
         raise UserError(f"{path} is already linearized; start from the model it was made from")
@@ -85,7 +80,7 @@ def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
 def load_base_model(section: ModelSection, *, allow_linearized: bool = False) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer as `section` says.
 
-    Only safetensors and GGUF weights are read, never pickles. The model is in eval mode. Of a multimodal model it is
+    Only safetensors are read, never pickles. The model is in eval mode. Of a multimodal model it is
     the language model alone, which is logged.
     """
     source = locate(section, allow_linearized=allow_linearized)
@@ -112,8 +107,8 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         raise UserError(f"{path} does not fit into the memory of {device}: {error}. Try device=cpu") from error
     except OSError as error:
         raise UserError(
-            f"cannot load the weights of {path}: {error}\nOnly safetensors (or a gguf_file) are read, because"
-            " loading pickled weights can run code; convert older checkpoints with transformers' save_pretrained"
+            f"cannot load the weights of {path}: {error}\nOnly safetensors are read, because loading"
+            " pickled weights can run code; convert older checkpoints with transformers' save_pretrained"
         ) from error
     except (ImportError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load {path}: {error}") from error
@@ -123,8 +118,6 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         model._weight_conversions = None  # a text model is saved under its own names
     if section.load_in_4bit:
         model.hf_quantizer.remove_quantization_config(model)  # the exported folder has plain weights
-    if section.gguf_file is not None:
-        _follow_gguf(tokenizer, model.config, path, section.gguf_file, section.revision)
     return model.eval(), tokenizer
 
 
@@ -142,11 +135,6 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
 
     Architecture, types and generation settings are those of `load_base_model`.
     """
-    if section.gguf_file is not None:
-        raise UserError(
-            "weights in a GGUF file cannot be read block by block; convert the file to safetensors, or train all layers"
-            " jointly (transfer.block_mode=joint)"
-        )
     source = locate(section)
     path, config = source.path, source.config
     dtype = resolve_dtype(section.dtype, resolve_device(section.device))
@@ -166,17 +154,12 @@ def _resolve(section: ModelSection) -> str:
         raise UserError("no model given: pass a Hugging Face hub id or a local folder (model.path)")
     path = os.path.expanduser(section.path)
     if os.path.isfile(path):
-        raise UserError(f"{path} is a file; pass its folder, and for a GGUF file its name as model.gguf_file")
+        raise UserError(f"{path} is a file; pass a Hugging Face model folder")
     if not os.path.isdir(path):
         if path.startswith(".") or os.path.isabs(path) or path.count("/") > 1:
             raise UserError(f"model folder not found: {path}")
-    elif section.gguf_file is not None and not (Path(path) / section.gguf_file).is_file():
-        raise UserError(f"{path} has no file {section.gguf_file}; check model.gguf_file")
-    elif section.gguf_file is None and not any(
-        (Path(path) / x).is_file() for x in ("config.json", ADAPTER_CONFIG_NAME)
-    ):
-        found = ", ".join(sorted(file.name for file in Path(path).glob("*.gguf")))
-        hint = f": for one of its GGUF files ({found}) add --gguf-file NAME" if found else ""
+    elif not any((Path(path) / name).is_file() for name in ("config.json", ADAPTER_CONFIG_NAME)):
+        hint = "; docs/models.md says how to make one of a GGUF file" if any(Path(path).glob("*.gguf")) else ""
         raise UserError(f"{path} has no config.json, so that it is not a Hugging Face model folder{hint}")
     return path
 
@@ -251,16 +234,7 @@ def _load_config(path: str, arguments: dict[str, Any]) -> PreTrainedConfig:
 def _quantize(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of `from_pretrained`; 4 bits are NF4 with quantised scales, as in QLoRA (arXiv:2305.14314)."""
     if not section.load_in_4bit:
-        if section.gguf_file is None:
-            return {}
-        if tuple(map(int, transformers.__version__.split(".")[:2])) < FIRST_GGUF_RELEASE:
-            raise UserError(
-                f"transformers {transformers.__version__} misreads the tokenizers of some GGUF files: use 5.19 or"
-                " newer, or the model's own repository instead of a GGUF file"
-            )
-        return {"quantization_config": transformers.GgufConfig(dequantize=True)}
-    if section.gguf_file is not None:
-        raise UserError("model.load_in_4bit quantises safetensors weights; leave it out, or model.gguf_file")
+        return {}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             "model.load_in_4bit needs the bitsandbytes package: pip install 'lolcats[quant]', or set it to false"
@@ -291,24 +265,6 @@ def _load_tokenizer(source: Source) -> Any:
             " model's own tokenizer, or save the model after model.resize_token_embeddings(len(tokenizer))"
         )
     return tokenizer
-
-
-def _follow_gguf(tokenizer: Any, config: PreTrainedConfig, path: str, name: str, revision: str | None) -> None:
-    """Make the tokenizer what the GGUF file `name` in `path` says.
-
-    It ends texts with the file's token, where some releases guess another, and begins them with the begin token if the
-    file says so, which transformers leaves out: without it Gemma 3 has a perplexity of 177 instead of 16.
-    """
-    from transformers.integrations.gguf.reader import read_gguf_metadata
-
-    end = config.get_text_config().eos_token_id
-    if isinstance(end, int) and tokenizer.eos_token_id != end:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-    file = cached_file(path, name, revision=revision)
-    assert file is not None  # else it has raised: the weights come from it
-    begins = read_gguf_metadata(file)[0].get("tokenizer.ggml.add_bos_token")
-    if begins is not None and tokenizer.bos_token_id is not None and tokenizer.add_bos_token != begins:
-        tokenizer.add_bos_token = begins
 
 
 def _first_line(error: Exception) -> str:

@@ -37,13 +37,13 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
     """Whether this run shards its weights; all processes call this and get the same answer.
 
     `parallel.shard=auto` shards weights that would take more than a quarter of the smallest memory. Replicated
-    weights are several times faster for small models: nothing is gathered, and CUDA graphs work. Weights that
-    cannot be read in slices (GGUF, 4 bits) are replicated.
+    weights are several times faster for small models: nothing is gathered, and CUDA graphs work. Weights in
+    4 bits are replicated.
     """
     parallel, model = config.parallel, config.model
     if group.world == 1 or parallel.shard != "auto":
         return group.world > 1 and parallel.shard == "on"
-    if model.load_in_4bit or model.gguf_file is not None:
+    if model.load_in_4bit:
         return False
     if parallel.cpu_offload:
         return True

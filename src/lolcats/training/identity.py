@@ -10,7 +10,7 @@ from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.config import LinearizeConfig, ModelSection, config_fingerprint
 from lolcats.data import PackedDataset
 
-WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".json", ".jinja")
+WEIGHT_FILES = (".safetensors", ".bin", ".json", ".jinja")
 
 
 def identity(config: LinearizeConfig, *stages: str, weights: str, validation: PackedDataset) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def identity(config: LinearizeConfig, *stages: str, weights: str, validation: Pa
 
 def weights_hash(section: ModelSection) -> str:
     """Hash of a checkpoint's name and revision and of its files' names, sizes, first and last MiB."""
-    digest = hashlib.sha256(json.dumps([section.path, section.revision, section.gguf_file]).encode())
+    digest = hashlib.sha256(json.dumps([section.path, section.revision]).encode())
     folder = checkpoint_folder(str(section.path), section.revision)
     for file in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES):
         with file.open("rb") as stream:

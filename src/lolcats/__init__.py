@@ -17,17 +17,15 @@ if TYPE_CHECKING:
     from lolcats.config import LinearizeConfig
     from lolcats.modeling.configuration import LolcatsConfig
     from lolcats.modeling.model import LolcatsForCausalLM
-    from lolcats.modeling.put_back import put_back
     from lolcats.pipeline import linearize
 
-__all__ = ["LinearizeConfig", "LolcatsConfig", "LolcatsForCausalLM", "__version__", "linearize", "put_back"]
+__all__ = ["LinearizeConfig", "LolcatsConfig", "LolcatsForCausalLM", "__version__", "linearize"]
 
 _HOMES = {
     "LinearizeConfig": "lolcats.config",
     "LolcatsConfig": "lolcats.modeling.configuration",
     "LolcatsForCausalLM": "lolcats.modeling.model",
     "linearize": "lolcats.pipeline",
-    "put_back": "lolcats.modeling.put_back",
 }
 
 register_with_transformers()

@@ -116,7 +116,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", MIXED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4": (
         "llama4_text",
-        {"no_rope_layers": [1, 0], "attention_chunk_size": 16, "head_dim": 8, "intermediate_size_mlp": 48}
+        {"no_rope_layers": [1, 0], "attention_chunk_size": 64, "head_dim": 8, "intermediate_size_mlp": 48}
         | {"num_local_experts": 4, "num_experts_per_tok": 1},
     ),
     "mimo": (
@@ -156,7 +156,6 @@ NOT_SERVED_BY_VLLM |= {"gemma4-shared-keys", "afmoe", "llama4", "mimo"}
 # vLLM's own softmax model of these configurations answers otherwise than transformers' (0.32), or does not start.
 NOT_SERVED_BY_VLLM |= {"cohere2", "ministral3", "apertus", "minimax-m2"}
 
-IMAGE_TOKEN = 1  # not among those of `tokens`
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 IMAGE |= {"image_size": 16, "patch_size": 8}
 QWEN_IMAGE: dict[str, Any] = {"depth": 1, "embed_dim": 16, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 1}
@@ -191,28 +190,6 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def with_images(family: str) -> dict[str, Any]:
-    """Two texts of 16 tokens with an image of 4 tokens each, as the family's model takes them."""
-    input_ids = tokens(2, 16)
-    input_ids[:, 3:7] = IMAGE_TOKEN
-    is_image, generator = (input_ids == IMAGE_TOKEN).long(), torch.Generator().manual_seed(4)
-
-    def pixels(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, generator=generator)
-
-    places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(2, -1, -1)
-    given: dict[str, Any] = {
-        "gemma3": {"pixel_values": pixels(2, 3, 16, 16), "token_type_ids": is_image},
-        "gemma4": {"pixel_values": pixels(2, 36, 192), "image_position_ids": places, "mm_token_type_ids": is_image},
-        "mistral3": {"pixel_values": pixels(2, 3, 32, 32), "image_sizes": torch.tensor([[32, 32]] * 2)},
-        "llava": {"pixel_values": pixels(2, 3, 16, 16)},
-        "llama4": {"pixel_values": pixels(2, 3, 32, 32)},
-    }
-    thw = torch.tensor([[1, 2, 2]] * 2)
-    qwen = {"pixel_values": pixels(8, 384), "image_grid_thw": thw, "mm_token_type_ids": is_image}
-    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **given.get(family, qwen)}
-
-
 def build_multimodal(family: str) -> PreTrainedModel:
     """The family's original model for texts and images with eager attention, the same weights every time."""
     model_type, text, image = MULTIMODAL[family]
@@ -220,7 +197,7 @@ def build_multimodal(family: str) -> PreTrainedModel:
         model_type,
         text_config=COMMON | text,
         vision_config=image,
-        **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE_TOKEN),
+        **dict.fromkeys(("image_token_id", "image_token_index"), 1),
         **({"mm_tokens_per_image": 4} if model_type == "gemma3" else {}),
     )
     return _random(AutoModelForMultimodalLM, config)

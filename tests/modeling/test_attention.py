@@ -52,8 +52,12 @@ def test_masks_that_linear_attention_cannot_express_are_refused(make_linear, kit
     with pytest.raises(ValueError, match="4 dimensions"):
         model(input_ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).tril())
     with pytest.raises(ValueError, match="4 dimensions"):
-        model(input_ids, attention_mask=attention.lolcats_mask(1, 6, 6, use_vmap=True, allow_is_causal_skip=False))
+        attention.lolcats_mask(1, 6, 6, use_vmap=True)
+    with pytest.raises(ValueError, match="up to 16 tokens"):
+        kit.linearized(kit.build("llama4", attention_chunk_size=16))(kit.tokens(1, 17))
     softmax_layer = make_linear(exact=[0])
+    with pytest.raises(ValueError, match="4 dimensions"):
+        softmax_layer(input_ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).tril())
     _, cache = kit.in_pieces(softmax_layer, input_ids, [6])
     with pytest.raises(ValueError, match="must cover the cached tokens"):
         softmax_layer(input_ids[:, :1], attention_mask=torch.zeros(1, 1).long(), past_key_values=cache)

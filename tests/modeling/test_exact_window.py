@@ -30,11 +30,11 @@ def test_whole_sequences(bounded, kit, monkeypatch):
     found = bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
     right, calls = softmax.softmax_attention, []
 
-    def plain(q, k, v, *, sinks, sliding_window, dropout, **given):
+    def plain(q, k, v, *, sinks, sliding_window, dropout, position, **given):
         if sinks is None:
-            return right(q, k, v, sliding_window=sliding_window, **given)
+            return right(q, k, v, sliding_window=sliding_window, position=position, **given)
         calls.append((sliding_window, sinks))
-        return written_out(q, k, v, window=sliding_window, sinks=sinks, **given)
+        return written_out(q, k, v, window=sliding_window, sinks=sinks, mask=position >= 0, **given)
 
     monkeypatch.setattr(attention_module, "softmax_attention", plain)
     expected = bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]

@@ -20,6 +20,12 @@ SCORES = {"plain": {}, "softcap": {"softcap": 2.0}, "sink logits": {"sink_logits
 WINDOWS = [(None, None), (4, None), (5, 2), (1, 0), (4, 7), (31, 1), (40, 1)]
 
 
+def attend(q, k, v, window, sinks, mask=None, **given):
+    if mask is not None:
+        given["position"] = torch.where(mask, mask.cumsum(1) - 1, -1)
+    return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **given)
+
+
 def random_qkv(device="cpu", dtype=torch.float32, head_dim=8, tokens=TOKENS, batch=3):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(batch, n, tokens, head_dim, generator=generator).to(device, dtype) for n in (4, 2, 2)]
@@ -35,13 +41,13 @@ def test_softmax_attention_is_the_definition(window, sinks, layout, scores, monk
     expected = written_out(q, k, v, window=window, sinks=sinks, **given)
     for past in (0,) if layout == "documents" else (0, 1, 20, TOKENS - 1):
         for past_q in (q[:, :, past:], q[:, :, past:].clone().requires_grad_()):
-            y = softmax_attention(past_q, k, v, sliding_window=window, sinks=sinks, **given)
+            y = attend(past_q, k, v, window, sinks, **given)
             assert y.isfinite().all()
             torch.testing.assert_close(
                 *(x * real[:, :, past:] for x in (y, expected[:, :, past:])), rtol=1e-4, atol=1e-5
             )
     if window is not None and window < 30:
-        wrong = softmax_attention(q, k, v, sliding_window=window + 1, sinks=sinks, **given)
+        wrong = attend(q, k, v, window + 1, sinks, **given)
         assert ((wrong - expected) * real).abs().max() > 1e-3
 
 
@@ -88,10 +94,10 @@ def test_gradients_are_those_of_the_definition():
     def gradients(y):
         return torch.autograd.grad((y * weight).sum(), tensors)
 
-    found = gradients(softmax_attention(*tensors, sliding_window=6, **given))
+    found = gradients(attend(*tensors, 6, **given))
     expected = gradients(written_out(*tensors, window=6, **given))
     torch.testing.assert_close(found, expected)
-    wrong = gradients(softmax_attention(*tensors, sliding_window=7, **given))
+    wrong = gradients(attend(*tensors, 7, **given))
     assert (wrong[1] - expected[1]).abs().max() > 1e-3
 
 
@@ -99,6 +105,6 @@ def test_one_query_that_is_padding_is_finite():
     q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1] = False
-    y = softmax_attention(q, k, v, mask=mask)
+    y = attend(q, k, v, None, None, mask)
     assert y.isfinite().all()
     torch.testing.assert_close(y[1], v[1, :, -1:].repeat_interleave(2, 0))  # it sees only itself

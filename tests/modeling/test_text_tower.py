@@ -1,6 +1,5 @@
-"""Multimodal checkpoints: their language model alone, and back in its place."""
+"""Multimodal checkpoints: their language model alone."""
 
-import copy
 import logging
 
 import pytest
@@ -17,7 +16,6 @@ from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling import loading
 from lolcats.modeling.loading import load_base_model, load_skeleton
-from lolcats.modeling.put_back import put_back
 
 
 @pytest.fixture
@@ -70,41 +68,6 @@ def _loaded(folder):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     return model
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", [family for family in MULTIMODAL if family != "smolvlm"])
-def test_put_back_it_answers_images(save, kit, tmp_path, family):
-    whole, section = save(family)
-    inputs, texts = kit.with_images(family), kit.tokens(2, 16)
-    base, _ = load_base_model(section)
-    for window in (40, 3):
-        convert(copy.deepcopy(base), AttentionConfig(window="sliding", window_size=window)).save_pretrained(tmp_path)
-        back = put_back(copy.deepcopy(whole), tmp_path)
-        settings = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [kit.IMAGE_TOKEN]}
-        cached = back.generate(**inputs, **settings)
-        assert torch.equal(cached, back.generate(**inputs, **settings, use_cache=False))
-        found, expected = (model(**inputs, use_cache=False).logits for model in (back, whole))
-        if window == 40:
-            torch.testing.assert_close(back(input_ids=texts).logits, whole(input_ids=texts).logits, **TOLERANCE)
-            # Gemma 3's image tokens see those after them in all layers, and cannot in linear ones.
-            same = slice(0, 3) if family == "gemma3" else slice(None)
-            torch.testing.assert_close(found[:, same], expected[:, same], **TOLERANCE)
-        else:
-            assert (found - expected).abs().max() > 1e-2
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    missing = next(name for name in tensors if name.endswith("window_factor"))
-    save_file({name: x for name, x in tensors.items() if name != missing}, file, {"format": "pt"})
-    with pytest.raises(UserError, match=missing):
-        put_back(whole, tmp_path)
-    convert(kit.build("llama3", num_hidden_layers=3), AttentionConfig()).save_pretrained(tmp_path)
-    for model in (whole, back):  # another model, and a second one
-        hooks, keys = ([m._forward_pre_hooks.copy() for m in model.modules()], set(model.state_dict()))
-        with pytest.raises(UserError, match=r"is not the language model of"):
-            put_back(model, tmp_path)
-        assert [m._forward_pre_hooks for m in model.modules()] == hooks
-        assert set(model.state_dict()) == keys
 
 
 def test_what_is_left_out_is_said_and_what_is_missing_refused(save, tmp_path, caplog):

@@ -42,7 +42,7 @@ BAD = [
     (COMPLETIONS, TEXT | {"x" * 100_000: 1}, "is not supported", None),
     (CHATS, said("", role="king"), "role", "messages.0.role"),
     (CHATS, said(None), "missing content", "messages.0"),
-    (CHATS, said([{"type": "image_url", "image_url": {"url": "x"}}]), "lolcats.put_back", None),
+    (CHATS, said([{"type": "image_url", "image_url": {"url": "x"}}]), "the language model alone", None),
     (CHATS, said(["hello"]), "expected text or parts", "messages.0.content"),
     (CHATS, said("", tool_calls=[{"id": "a"}]), "tool_calls is not supported by this server; vLLM's", "messages.0"),
     (CHATS, {"messages": [0] * 2049}, "at most 2048", "messages"),

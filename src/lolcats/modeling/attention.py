@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import ExactCacheLayer, recurrent_layers
-from lolcats.modeling.cache_hooks import run_all_tokens
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Rows
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
@@ -27,6 +25,7 @@ from lolcats.ops.eight_bits import pack
 from lolcats.ops.packing import Packing
 
 ATTENTION_NAME = "lolcats"
+_OWN_MASK = "masks of one's own with 4 dimensions cannot be expressed in linear attention"
 
 
 def lolcats_attention(
@@ -68,7 +67,7 @@ def lolcats_attention(
     linear_attention: Any = module._modules.get("linear_attention")  # `getattr` takes ten times as long
     index: Any = module.layer_idx
     hybrid = linear_attention is not None and call.mode == "hybrid"
-    mask = _padding_mask(attention_mask, query, dense=linear_attention is None)
+    mask = _padding_mask(attention_mask, query)
     packing = None if call.packing is None else call.packing.to(query.device)
     rows = None if layer is None else call.rows or Rows(layer.tokens)
     window, sinks, packed = sliding_window, None, False
@@ -85,16 +84,16 @@ def lolcats_attention(
         if kept is not None:
             assert rows is not None
             k, v, where = kept.append(k, v, rows, window, sinks, exact_packed)
-            if where and mask is not None and mask.dim() == 4:
-                raise ValueError("masks of one's own with 4 dimensions need rows without padding")
         elif exact_packed:
             k, v = pack(k), pack(v)
-        if not where:
-            cu_seqlens = None if packing is None else packing.documents
-            where = {"cu_seqlens": cu_seqlens, "mask": None if mask is None else _last_columns(mask, k.shape[2])}
-            if mask is not None and mask.dim() == 2 and sliding_window is not None and linear_attention is None:
-                # transformers' own layer of the cache counts padding, and so does the original model.
-                where = {"position": torch.where(where["mask"].bool(), torch.arange(k.shape[2], device=k.device), -1)}
+        if not where and mask is not None:
+            real_BK = _last_columns(mask, k.shape[2]).bool()
+            # transformers' own layer of the cache counts padding in a native window, and so does the original model.
+            counts_padding = sliding_window is not None and linear_attention is None
+            place = torch.arange(k.shape[2], device=k.device) if counts_padding else real_BK.cumsum(1) - 1
+            where = {"position": torch.where(real_BK, place, -1)}
+        elif not where and packing is not None:
+            where = {"cu_seqlens": packing.documents}
         scoring: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "dropout": dropout}
         return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **scoring, **where)
 
@@ -175,16 +174,17 @@ def lolcats_mask(
 
     Returns:
         [B, 1, 1, past + q_length] bool, False for padding; None without padding. transformers hands masks with 4
-        dimensions through as they are, so a mask that `generate` made reaches the layers. With mask functions of one's
-        own (images whose tokens see each other) and for chunked layers beyond their first chunk, which only softmax
-        layers can follow, [B, 1, q_length, kv_length].
+        dimensions through as they are, so a mask that `generate` made reaches the layers.
+
+    Raises:
+        ValueError: a mask function of one's own (images whose tokens see each other), or a chunked layer beyond its
+            first chunk.
     """
     chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
-    is_chunked = chunk is not None and chunk == kwargs.get("local_size") and chunk < kv_offset + kv_length
-    if use_vmap or is_chunked:
-        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        settings = kwargs | {"use_vmap": use_vmap, "allow_is_causal_skip": False}
-        return sdpa_mask(*sizes, attention_mask=attention_mask, **settings)
+    if chunk is not None and chunk == kwargs.get("local_size") and chunk < kv_offset + kv_length:
+        raise ValueError(f"layers of this model attend within chunks: it takes up to {chunk} tokens when linearized")
+    if use_vmap:
+        raise ValueError(_OWN_MASK)
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, : q_offset + q_length]
@@ -282,23 +282,13 @@ def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCal
     return {ATTENTION_CALL: replace(call, packing=packing), "attention_mask": no_mask, "use_cache": False}
 
 
-def prepare_passes(decoder: nn.Module) -> None:
-    """Register the hooks of a decoder with linearized layers; those of its attention are `provide_cache_layer`."""
-    for hook in (find_sequences, run_all_tokens):
-        decoder.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _padding_mask(mask: Tensor | None, query: Tensor, dense: bool = False) -> Tensor | None:
-    """[B, past + T], False for padding; None: there is none. If `dense`, also [B, 1, T, K] as it is."""
+def _padding_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """[B, past + T], False for padding; None: there is none."""
     if mask is None or mask.numel() == 0:
         return None
-    mask = mask.to(query.device)
-    mask = _without_axes(mask)
-    if mask.dim() != 2 and not (dense and mask.dim() == 4):
-        raise ValueError(
-            f"expected an attention_mask [batch, tokens], got {list(mask.shape)}; masks of one's own with 4 dimensions"
-            " cannot be expressed in linear attention"
-        )
+    mask = _without_axes(mask.to(query.device))
+    if mask.dim() != 2:
+        raise ValueError(f"expected an attention_mask [batch, tokens], got {list(mask.shape)}: {_OWN_MASK}")
     return mask
 
 

@@ -18,8 +18,8 @@ from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEME
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.modeling.attention import ATTENTION_NAME, prepare_passes
-from lolcats.modeling.cache_hooks import NOT_QUANTIZED, provide_cache_layer
+from lolcats.modeling.attention import ATTENTION_NAME, find_sequences
+from lolcats.modeling.cache_hooks import NOT_QUANTIZED, provide_cache_layer, run_all_tokens
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.compat import CACHE
@@ -28,12 +28,6 @@ from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.remote_code import write_code
 
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
-
-
-def decoder_of(model: Any) -> Any:
-    """The decoder of a model of text, or of more; of Llama 4, transformers names the decoder with its head."""
-    decoder = model.get_decoder()
-    return getattr(decoder, "model", decoder)
 
 
 def is_linearized(model: nn.Module) -> bool:
@@ -85,11 +79,13 @@ class LolcatsPreTrainedModel(PreTrainedModel):
             if not layer.is_softmax:
                 module.linear_attention = added[layer.index]
         self._use(config.attention)
-        prepare_passes(self.get_decoder())
+        for hook in (find_sequences, run_all_tokens):
+            self.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
         self.post_init()
 
     def get_decoder(self) -> Any:
-        return decoder_of(self.model)
+        decoder = self.model.get_decoder()
+        return getattr(decoder, "model", decoder)  # of Llama 4, transformers names the decoder with its head
 
     @property
     def base_model(self) -> Any:

@@ -34,7 +34,6 @@ def softmax_attention(
     sink_logits: Tensor | None = None,
     sliding_window: int | None = None,
     sinks: int | None = None,
-    mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     position: Tensor | None = None,
     in_order: bool = False,
@@ -51,15 +50,13 @@ def softmax_attention(
         sink_logits: [H], an extra score without a value in every row (GPT-OSS).
         sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
         sinks: it also sees the first `sinks` tokens of its sequence, and the window counts tokens without padding.
-        mask: [B, K] bool, False for padding keys, which are not counted; or [B, 1, T, K], the keys that each query
-            sees, whatever `sliding_window` says.
         cu_seqlens: int, for K = T: borders of the sequences among all B * T tokens, from 0, those of rows among them;
-            a query sees only keys of its own sequence. Excludes `mask`.
-        position: [B or 1, K] int, where each key stands in its sequence, negative for padding; in the place of `mask`.
+            a query sees only keys of its own sequence.
+        position: [B or 1, K] int, where each key stands in its sequence, negative for padding; excludes `cu_seqlens`.
             The keys before the first query may come in any order then, and need not be all.
         in_order: they are the first `sinks` tokens and all that the window reaches, in order and without padding.
         length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
-            come; `sliding_window`, `mask`, `position` and `cu_seqlens` do not count then.
+            come; `sliding_window`, `position` and `cu_seqlens` do not count then.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -77,11 +74,6 @@ def softmax_attention(
         rows = [x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q_BHTD, k_BGKD, v_BGKD)]
         y_1HMD = torch.cat([softmax_attention(*part, **given) for part in zip(*rows, strict=True)], dim=2)
         return y_1HMD[0].unflatten(1, (-1, tokens)).transpose(0, 1)
-    if mask is not None and mask.dim() == 2:
-        position = torch.where(mask.bool(), mask.cumsum(1) - 1, -1)
-        mask = None
-    if mask is not None and sinks is not None:
-        raise ValueError("exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null")
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
     takes = partial(supports_softmax_step, q_BHTD, k_BGKD, v_BGKD)
     forward_only = dropout == 0.0 and not wants_gradient(q_BHTD, k_BGKD, v_BGKD)
@@ -109,14 +101,12 @@ def softmax_attention(
         y_BGRD = _attend(q_BGRD, k_BGKD, v_BGKD, visible, scale, softcap, sink_GR, dropout)
         return y_BGRD.flatten(1, 2)[:, :, None]
     needs_scores = softcap is not None or sink_logits is not None
-    needs_mask = not (mask is position is sliding_window is None)
-    if not needs_scores and not needs_mask and tokens == keys:
+    if not needs_scores and position is sliding_window is None and tokens == keys:
         return scaled_dot_product_attention(
             q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, is_causal=True
         )
 
-    unmasked = mask is None and (position is None or in_order)
-    if unmasked and not needs_scores and forward_only and takes_window(q_BHTD, k_BGKD, v_BGKD):
+    if (position is None or in_order) and not needs_scores and forward_only and takes_window(q_BHTD, k_BGKD, v_BGKD):
         gap = position is not None and keys - tokens >= (sinks or 0)
         window_size = keys + 1 if sliding_window is None else sliding_window  # FlashAttention takes that for none
         return window_attention(q_BHTD, k_BGKD, v_BGKD, window_size, sinks or 0, scale=scale, gap=gap)
@@ -124,8 +114,6 @@ def softmax_attention(
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
     if groups > 1:  # with a mask, SDPA's fast kernels need the heads repeated
         k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
-    if mask is not None:
-        return _attend(q_BHTD, k_BHKD, v_BHKD, mask, scale, softcap, sink_H1, dropout)
     outputs = []
     for begin in range(0, tokens, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, tokens)

@@ -142,8 +142,7 @@ def _joined(content: Any) -> Any:
         if not isinstance(texts[-1], str):
             raise ValueError(
                 f"expected text or parts of the type 'text', got the type {str(kind)[:30]!r}: images and audio are not"
-                " supported by this server, which has the language model alone; lolcats.put_back puts it back next to"
-                " them, for transformers"
+                " supported by this server, which has the language model alone"
             )
     return "".join(texts)
 

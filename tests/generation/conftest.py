@@ -4,18 +4,14 @@ import copy
 from typing import Any
 
 import pytest
-from generation_kit import BOUNDED, HYBRID, RECURRENT, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
+from generation_kit import BOUNDED, HYBRID, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
 
 from lolcats.generation.engine import Engine
 
 
-@pytest.fixture(scope="session", params=["linear", "hybrid", "bounded", *RECURRENT])
+@pytest.fixture(scope="session", params=["linear", "hybrid", "bounded"])
 def any_model(request: Any, model: Any) -> Any:
-    return (
-        model
-        if request.param == "linear"
-        else make_model(**({"hybrid": HYBRID, "bounded": BOUNDED} | RECURRENT)[request.param])
-    )
+    return model if request.param == "linear" else make_model(**{"hybrid": HYBRID, "bounded": BOUNDED}[request.param])
 
 
 @pytest.fixture

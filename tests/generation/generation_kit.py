@@ -32,13 +32,6 @@ HYBRID: dict[str, Any] = {
 BOUNDED: dict[str, Any] = {"attention": {"exact": ["0.1", 1], "exact_window": 5, "sinks": 2}}
 # A softmax layer that attends within chunks, and a linear one.
 CHUNKED: dict[str, Any] = {"family": "llama4", "attention_chunk_size": 80}
-# Layers that the base model has beside attention.
-RECURRENT: dict[str, dict[str, Any]] = {
-    "delta-net": {"family": "qwen3.5", "num_hidden_layers": 3, "attention": {"exact": [2, "1.0"]}}
-    | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
-    "state-space": {"family": "granite4", "num_local_experts": 0},
-    "convolution": {"family": "lfm2"},
-}
 
 
 def make_tokenizer() -> Any:

@@ -50,7 +50,7 @@ class EagerGraphs(Graphs):
 def runner_with_compiled_layers(model):
     """Decodes as with CUDA graphs."""
     runner = Runner(model, 5, 64)
-    runner.compiled.works = not runner.cache.has_recurrent
+    runner.compiled.works = True
     runner.graphs = EagerGraphs(runner.compiled.give_up)
     return runner
 
@@ -64,7 +64,7 @@ def steps(runner, rows=(3, 5, 1, 4)):
 def test_compiled_steps_give_the_same(any_model, graphs):
     runner, plain = runner_with_compiled_layers(any_model), Runner(any_model, 5, 64)
     torch.testing.assert_close(steps(runner), steps(plain))
-    assert bool(graphs) == runner.compiled.works
+    assert graphs
     for slot in range(5):
         torch.testing.assert_close(runner.cache.read(slot), plain.cache.read(slot))
 

@@ -155,6 +155,8 @@ def test_sizes(kit, model):
     assert Runner(chunked, 1).max_length == 80
     with pytest.raises(UserError, match="max_length=81: the engine takes up to 80 tokens of a model with chunked"):
         Runner(chunked, 1, max_length=81)
+    with pytest.raises(UserError, match=r"lfm2: .* \(\[0\]\); use the model's own generate"):
+        Runner(kit.make_model("lfm2"), 1)
 
 
 @pytest.mark.parametrize("bits", [None, 8])

@@ -24,6 +24,7 @@ from lolcats.errors import UserError
 from lolcats.evaluation.tasks import flat
 from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
+from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.model import LolcatsForCausalLM
 
 SLOTS = 256  # most answers that are generated at a time
@@ -39,7 +40,7 @@ class LolcatsLM(HFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers by the engine, longest sequences first; through `generate()` of a model that it does not run."""
-        if not isinstance(self.model, LolcatsForCausalLM):
+        if not isinstance(self.model, LolcatsForCausalLM) or recurrent_layers(self.model.config):
             return super().generate_until(requests, disable_tqdm)
         by_length = defaultdict(list)
         for index, request in enumerate(requests):
@@ -96,8 +97,7 @@ def run_tasks(
     results: dict[str, dict[str, Any]] = {}
     with lm_eval_set_up():
         device = str(next(model.parameters()).device)
-        settings: dict[str, Any] = {"batch_size": batch_size, "device": device, "softmax_dtype": "float32"}
-        lm = LolcatsLM(model, tokenizer=tokenizer, **settings)
+        lm = LolcatsLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device, softmax_dtype="float32")
         generate = {
             name: all(member.OUTPUT_TYPE == "generate_until" for member in _members(task))
             for name, task in tasks.items()

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from lolcats.errors import UserError
 from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.slots import SlotCache
+from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.call import AttentionCall, Rows
 from lolcats.modeling.compiled import CompiledLayers
 from lolcats.modeling.fused import fused_kernels
@@ -60,6 +61,11 @@ class Runner:
                 f"the engine runs linearized models, not a {type(model).__name__}; linearize it first, or use its own"
                 " generate()"
             )
+        if recurrent := recurrent_layers(model.config):
+            raise UserError(
+                f"{model.config.text_config.model_type}: the engine does not keep the states of layers without"
+                f" attention ({recurrent}); use the model's own generate()"
+            )
         if max_slots < 1:
             raise ValueError(f"max_slots={max_slots}: expected at least 1")
         if max_length is not None and max_length < 2:
@@ -94,7 +100,7 @@ class Runner:
         if use_graphs is None:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
-        self.compiled = CompiledLayers(model, enabled=use_graphs and not self.cache.has_recurrent)
+        self.compiled = CompiledLayers(model, enabled=use_graphs)
         self.graphs = Graphs(self.compiled.give_up) if use_graphs else None
         self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         changes.enter_context(fused_kernels(model, "auto"))
@@ -116,9 +122,6 @@ class Runner:
         Returns:
             [n, V], logits after each chunk's last token.
         """
-        if self.cache.has_recurrent and len({len(chunk) for chunk in chunks}) > 1:
-            rows = [self.prefill([slot], [chunk])[0] for slot, chunk in zip(slots, chunks, strict=True)]
-            return torch.stack(rows)  # without padding, which these layers would take for tokens
         if len(slots) == 1 and self._captures(slots[0], len(chunks[0])):
             return self._prefill_captured(slots[0], chunks[0])
         order = sorted(range(len(slots)), key=slots.__getitem__)  # adjacent slots need no copies
@@ -154,7 +157,7 @@ class Runner:
 
     def _captures(self, slot: int, tokens: int) -> bool:
         """Whether so many tokens of a slot run from a graph: where all that is left to know are their numbers."""
-        if self.prompt_graphs is None or self.cache.has_recurrent:
+        if self.prompt_graphs is None:
             return False
         if self.cache.places and self.cache.lengths[slot]:  # exact heads look back at as many tokens as there are
             return False
@@ -241,9 +244,6 @@ class Runner:
         self.cache.begin(rows)
         inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": rows.past_B[:, None] + column_T}
         inputs["attention_call"] = AttentionCall(packing=packing, rows=rows)
-        if self.cache.has_recurrent and rows.real_BT is not None:  # other layers do not see padding on the right
-            past_P = torch.arange(-rows.past, 0, device=self.device)
-            inputs["attention_mask"] = torch.cat([past_P >= -rows.past_B[:, None], rows.real_BT], dim=1)
         if tokens == 1:
             logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
         else:

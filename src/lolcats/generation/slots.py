@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from lolcats.errors import UserError
 from lolcats.modeling.cache import UNBOUNDED, ExactCacheLayer, HybridCacheLayer
@@ -49,9 +49,7 @@ class SlotCache(Cache):
 
     def _add(self, name: str, layer: Any) -> Any:
         """The cache layer of one sequence, or ours with what it holds, with a row for each slot."""
-        if isinstance(layer, LinearAttentionLayer):
-            layer = RecurrentSlots(self.max_slots, layer)
-        elif isinstance(layer, HybridCacheLayer):
+        if isinstance(layer, HybridCacheLayer):
             layer.allocate(self.max_slots)
             if layer.exact.keys is not None:
                 self._add(f"{name}.exact", layer.exact)
@@ -68,21 +66,13 @@ class SlotCache(Cache):
         return [part for part in self.parts.values() if isinstance(part, kind)]
 
     @property
-    def has_recurrent(self) -> bool:
-        """Whether some layers take padding for tokens, see `RecurrentSlots`."""
-        return bool(self._parts(RecurrentSlots))
-
-    @property
     def places(self) -> int:
         """The most tokens that softmax heads look back at; 0: there are none."""
         return max((part.places for part in self._parts(ExactCacheLayer)), default=0)
 
     def begin(self, rows: Rows) -> None:
         for part in self.parts.values():
-            if isinstance(part, RecurrentSlots):
-                part.begin(rows)
-            else:
-                part.tokens = rows.past
+            part.tokens = rows.past
         if rows.step and self._parts(HybridCacheLayer):  # each layer's state counts its tokens
             position_B = rows.past_B
             assert position_B is not None
@@ -169,51 +159,6 @@ class SlotCache(Cache):
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for part in self.parts.values() for buffer in part.buffers.values())
-
-
-class RecurrentSlots(LinearAttentionLayer):
-    """The states of a layer without attention, which the base model's own code reads and writes.
-
-    A pass works on copies. The code takes padding on the right for tokens: the rows of a pass have equally
-    many tokens, or none.
-    """
-
-    def __init__(self, slots: int, like: LinearAttentionLayer) -> None:
-        super().__init__(like.number_of_states)
-        self.device, self.dtype, self.conv_kernel_size = like.device, like.dtype, like.conv_kernel_size
-        self.is_conv_states_initialized = like.is_conv_states_initialized
-        self.is_recurrent_states_initialized = like.is_recurrent_states_initialized
-        # an empty slot's states are zero, from which the base model starts too
-        self.has_previous_state = dict.fromkeys(like.has_previous_state, True)
-        self.buffers: dict[str, Tensor] = {}
-        self._states: dict[str, tuple[dict, int]] = {}
-        for kind in ("conv_states", "recurrent_states"):
-            for index, tensor in getattr(like, kind).items():
-                if tensor is not None:
-                    self.buffers[f"{kind}.{index}"] = tensor.new_zeros(slots, *tensor.shape[1:])
-                    self._states[f"{kind}.{index}"] = getattr(self, kind), index
-
-    def begin(self, rows: Rows) -> None:
-        for name, (states, index) in self._states.items():
-            states[index] = self._copy(name, rows)
-
-    def made(self, rows: Rows) -> dict[str, Tensor]:
-        """The states after a pass."""
-        new = {}
-        for name, (states, index) in self._states.items():
-            new[name] = states[index]
-            if rows.real_BT is not None:
-                fed_B = rows.real_BT.any(1).to(new[name].device).view(-1, *[1] * (new[name].dim() - 1))
-                new[name] = torch.where(fed_B, new[name], self._copy(name, rows))
-        return new
-
-    def held(self, slot: int, length: int) -> tuple[Any, ...]:
-        return (slot,)
-
-    def _copy(self, name: str, rows: Rows) -> Tensor:
-        buffer, row_B = self.buffers[name], rows.row_B
-        assert row_B is not None
-        return buffer.index_select(0, row_B.to(buffer.device))
 
 
 @torch.no_grad()

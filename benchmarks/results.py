@@ -70,9 +70,7 @@ TABLES = {  # by sweep
         ("components", "components-perplexity"),
     ),
     "windows": ResultTable(same("4", "16", "64", "256", "terraced 64"), AFTER | AVERAGE, ("windows",)),
-    "lora-rank": ResultTable(
-        same("4", "8", "16", "32", "64", "128", "192") | {"full": "all weights"}, AFTER | AVERAGE, ("lora-rank",)
-    ),
+    "lora-rank": ResultTable(same("4", "8", "16", "32", "64", "128", "192"), AFTER | AVERAGE, ("lora-rank",)),
     "lora-projections": ResultTable(
         same("q", "k", "v", "o", "qk", "qv", "qo", "kv", "ko", "vo", "qkv", "qko", "kvo", "qkvo"),
         AFTER | AVERAGE,

@@ -23,7 +23,6 @@ def test_switches(stage, field):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"adjust": {"method": "full", "distill_factor": 0.5}}, "adjust: distill_factor=0.5 needs the softmax teacher"),
         ({"adjust": {"softmax_control": True, "distill_factor": 1.0}}, "the control is its own teacher"),
         ({"adjust": {"feature_lr": 1e-3}}, "feature_lr=0.001 is the rate of feature maps, which are not trained"),
         ({"data": {"sources": [{"path": "demo", "loss_on": "prompt"}]}}, "data.sources.0.loss_on"),

@@ -162,7 +162,8 @@ def load(run: Run, *, whole: bool = False) -> None:
             run.partial, run.tokenizer = load_in_parts(config, group.device)
         run.model = run.partial.model
     elif run.sharded:
-        run.model, run.tokenizer = _load_sharded(run)
+        offload = config.parallel.cpu_offload
+        run.model, run.tokenizer = load_sharded(config.model, config.attention, group, cpu_offload=offload)
     else:
         device = config.model.device if group.device is None else str(group.device)
         section = config.model.model_copy(update={"device": device})
@@ -176,11 +177,6 @@ def load(run: Run, *, whole: bool = False) -> None:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             run.model = convert(base, config.attention)
     run.base_dtype = run.model.model.dtype
-
-
-def _load_sharded(run: Run, train_all: bool = False) -> tuple[LolcatsForCausalLM, Any]:
-    model, offload = run.config.model, run.config.parallel.cpu_offload
-    return load_sharded(model, run.config.attention, run.group, cpu_offload=offload, train_all=train_all)
 
 
 def prepare_data(run: Run) -> None:
@@ -330,12 +326,6 @@ def train_stage_2(run: Run) -> LolcatsForCausalLM | PeftModel:
     """Returns the model with its adapters."""
     if "adjust" not in run.sections:
         return run.model
-    if run.sharded and run.config.adjust.method == "full":
-        feature_maps = [module.state_dict() for _, module in run.model.linear_layers()]
-        del run.model  # not both at once
-        run.model, _ = _load_sharded(run, train_all=True)
-        for (_, module), weights in zip(run.model.linear_layers(), feature_maps, strict=True):
-            module.load_state_dict(weights)
     torch.manual_seed(run.config.seed)  # adapters start the same whatever ran before
     _, validation = run.data["adjust"]
     stage = AdjustStage(run.model, run.sections["adjust"], validation, group=run.group, report=run.console.print)
@@ -352,7 +342,7 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     run.model.config.provenance = report["provenance"] | {"config": report["config"]}
     report["weights"] = weights_note(config)
     control = config.adjust.enabled and config.adjust.softmax_control
-    settings: dict[str, Any] = {"dtype": run.base_dtype if config.adjust.method == "full" else None, "as_base": control}
+    settings: dict[str, Any] = {"as_base": control}
     if run.partial is not None:
         settings["weights"] = run.partial.weights()
     else:
@@ -384,7 +374,7 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
 
 def weights_note(config: LinearizeConfig) -> str | None:
     """A sentence on what became of weights in 4 bits and LoRA in the written folder; None if they were not."""
-    lora = ", with LoRA merged" if config.adjust.enabled and config.adjust.method == "lora" else ""
+    lora = ", with LoRA merged" if config.adjust.enabled else ""
     if not config.model.load_in_4bit:
         return None
     return f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."

@@ -152,11 +152,7 @@ def model_card(report: dict[str, Any]) -> str:
     attention, adjust = config["attention"], config["adjust"]
     costs = "\n".join(markdown_table(COST_COLUMNS, cost_rows(report)))
     weights = f"- {report['weights']}\n" if report.get("weights") else ""
-    names = {
-        "transfer": "attention transfer",
-        "gates": "head gates",
-        "adjust": "low-rank adjusting" if adjust["method"] == "lora" else "full finetuning",
-    }
+    names = {"transfer": "attention transfer", "gates": "head gates", "adjust": "low-rank adjusting"}
     control = adjust["softmax_control"] and "adjust" in report["stages"]
     trained = [stage for stage in names if stage in report["stages"] and (stage == "adjust" or not control)]
 

@@ -104,7 +104,8 @@ class Run:
         for name, section in self.sections.items():
             self.sections[name] = fit_micro_batches(section, name, self.group, self.console.print)
         source = locate(config.model)
-        check_weights(config, self.sharded)
+        if self.sharded and config.model.load_in_4bit:
+            raise UserError("model.load_in_4bit needs the whole model in every process; set parallel.shard=off")
         written = [source.path for stage in ("transfer", "adjust") for source in config.data_of(stage).written_sources]
         if written and (self.sharded or self.in_blocks):
             raise UserError(
@@ -144,7 +145,7 @@ class Run:
                 BatchSampler(len(train), section.batch_size, config.seed)
                 if self.resume and self._takes(name, section, train, validation):
                     taken.append(name)
-            if config.adjust.enabled and config.adjust.method == "lora":
+            if config.adjust.enabled:
                 adapted_projections(self.model, config.adjust)
             self._check_budget(self.model.config, self.base_dtype)
             if self.group.is_main:
@@ -212,11 +213,3 @@ def open_run(config: LinearizeConfig, output: Path, console: Console | None = No
             raise type(stop)(run.how_to_resume()) from None
         finally:
             run.lock.__exit__()
-
-
-def check_weights(config: LinearizeConfig, sharded: bool) -> None:
-    """Refuse what cannot be together with weights that are in 4 bits or sharded over processes."""
-    if config.adjust.enabled and config.adjust.method == "full" and config.model.load_in_4bit:
-        raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
-    if sharded and config.model.load_in_4bit:
-        raise UserError("model.load_in_4bit needs the whole model in every process; set parallel.shard=off")

@@ -15,10 +15,6 @@ from lolcats.training.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.slow
 QUIET = Console(quiet=True)
-FULL = {
-    "transfer": {"max_steps": 2},
-    "adjust": {"max_steps": 2, "method": "full", "train_feature_maps": True, "lr": 1e-3},
-}
 SPARING = {"adjust": {"gradient_checkpointing": True, "distill_factor": 0.5}, "parallel": {"cpu_offload": True}}
 REPLICATED = {"parallel": {"shard": "off"}, "adjust": {"train_feature_maps": True, "feature_lr": 1e-3}}
 
@@ -52,7 +48,6 @@ def shared(both_stages, gated, model_dir, tmp_path_factory):
     ended = run_ranks(
         {
             **run("lora"),
-            **run("full", FULL),
             **run("sparing", SPARING),
             **run("replicated", REPLICATED),
             **run("gated", gated),
@@ -70,9 +65,7 @@ def shared(both_stages, gated, model_dir, tmp_path_factory):
     return folder, [process.result for process in ended]
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"), [("lora", {}), ("full", FULL), ("sparing", SPARING), ("replicated", REPLICATED)]
-)
+@pytest.mark.parametrize(("name", "changes"), [("lora", {}), ("sparing", SPARING), ("replicated", REPLICATED)])
 def test_two_processes_end_with_the_weights_of_one(shared, alone, weights, name, changes):
     folder, reports = shared
     expected, report = alone(changes)

@@ -40,9 +40,8 @@ def close(found, expected):
             ("1.self_attn.q_proj", "1.self_attn.v_proj"),
         ),
         ({"train_feature_maps": True}, 2 * 4 * 2 + 2 * 3, ("lora_", "linear_attention")),
-        ({"method": "full"}, 2 * 9 + 3, ("layers.", "embed_tokens", "norm", "lm_head")),
     ],
-    ids=["lora", "targets", "feature-maps", "full"],
+    ids=["lora", "targets", "feature-maps"],
 )
 def test_what_is_trained(adjust_stage, options, count, parts):
     stage, train = adjust_stage(**options)
@@ -71,8 +70,6 @@ def test_feature_maps_may_learn_at_a_rate_of_their_own(adjust_stage):
     stage, _ = adjust_stage(train_feature_maps=True, lr=1e-4, feature_lr=1e-3)
     names = {name for name in trained_names(stage) if "linear_attention" in name}
     assert stage.lr_factors == dict.fromkeys(names, pytest.approx(10.0))
-    full, _ = adjust_stage(method="full", train_feature_maps=True, feature_lr=1e-3)
-    assert {name for name in trained_names(full) if "linear_attention" in name} == set(full.lr_factors)
 
 
 def test_loss_is_the_mean_over_sequences_of_next_token_cross_entropy(adjust_stage):

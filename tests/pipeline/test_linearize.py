@@ -81,10 +81,9 @@ def test_the_card_names_what_ran_and_no_local_paths(finished, model_dir):
     assert (data.base_model, data.tags) == (model_dir.name, ["lolcats", "linear-attention"])
     assert "by attention transfer, head gates, low-rank adjusting" in text
     assert "transfer on owner/first; head gates on demo; low-rank adjusting on records.jsonl; validation on" in text
-    data, text = card("adjust", base="/home/me: mine/# it: 'x'", adjust={"method": "full"})
+    data, text = card("adjust", base="/home/me: mine/# it: 'x'")
     assert data.base_model == "# it: 'x'"
-    assert "by full finetuning" in text
-    assert not any(words in text for words in ("low-rank", "attention transfer", "owner/first"))
+    assert not any(words in text for words in ("attention transfer", "owner/first"))
     assert "without training" in card()[1]
     data, text = card("transfer", "adjust", adjust={"softmax_control": True}, base="owner/name")
     assert (data.base_model, data.tags) == ("owner/name", ["lolcats", "softmax-control"])
@@ -120,7 +119,7 @@ def test_the_softmax_control_is_a_model_of_the_base_type(run, measure, tmp_path)
 
 OTHERS = {
     "transfer-only": {"adjust": {"enabled": False}},
-    "full-no-transfer": {"transfer": {"enabled": False}, "adjust": {"train_feature_maps": True, "method": "full"}},
+    "no-transfer": {"transfer": {"enabled": False}, "adjust": {"train_feature_maps": True}},
     "window-only": {"attention": {"feature_map": None}, "transfer": {"enabled": False}},
     "mixed-t2r": {"attention": {"exact": [1], "share_state": "query_head", "feature_map": "t2r", "sinks": 2}},
     "documents-xent": {"data": {"loss_on": "all"}, "transfer": {"xent_factor": 1.0, "block_layers": 1}},
@@ -331,10 +330,8 @@ def test_stage_1_of_another_run_is_refused_where_there_is_none(run, finished, tm
         run(tmp_path / "out", {"transfer": {"enabled": False}}, transfer_from=finished[0])
 
 
-def test_four_bits_are_refused_where_they_cannot_be(run, run_settings, tmp_path, monkeypatch):
+def test_four_bits_are_refused_where_they_cannot_be(run_settings, monkeypatch):
     four = {"load_in_4bit": True}
-    with pytest.raises(UserError, match=r"adjust.method=full trains all weights"):
-        run(tmp_path / "out", {"model": four, "adjust": {"method": "full"}})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'lolcats\[quant\]'"):
         load_base_model(ModelSection(**run_settings["model"] | four))

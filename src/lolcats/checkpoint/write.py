@@ -48,7 +48,6 @@ def export(
     report: dict[str, Any],
     card: str,
     weights: Weights | None = None,
-    dtype: torch.dtype | None = None,
     as_base: bool = False,
     check: Callable[[Path], Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -64,7 +63,6 @@ def export(
         report: written as `lolcats_report.json`, with what `check` returns. If its data are conversations, the
             generation settings end with their turns.
         weights: names and tensors, if they are not those in memory (`stored_weights`, blocks).
-        dtype: type of the weights; None: as they are. Feature maps stay float32.
         as_base: write a model of the base type, with softmax attention and without feature maps.
         check: called with the complete folder before it is swapped in, may raise; its result goes into the report.
         shard_bytes: size of a file.
@@ -79,8 +77,8 @@ def export(
         try:
             if staging is not None:
                 written = linearized.model if as_base else linearized
-                write_configuration(written, staging, dtype)
-                finish = _finisher(linearized, dtype)
+                write_configuration(written, staging)
+                finish = _finisher(linearized)
 
                 def layer_of(item: tuple[str, Tensor]) -> str:
                     """As layouts on disk differ from those in memory within layers; else the weight's name."""
@@ -144,7 +142,7 @@ def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[st
             yield name, tensor
 
 
-def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[[str, Tensor], tuple[str, Tensor]]:
+def _finisher(model: LolcatsForCausalLM) -> Callable[[str, Tensor], tuple[str, Tensor]]:
     """Makes of a weight and its name those that `save_pretrained` writes after PEFT's `merge_and_unload`.
 
     That itself merges in place, in the weights' own type, and cannot where they are sharded or elsewhere in exact form.
@@ -154,26 +152,21 @@ def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[
     @torch.no_grad()
     def finish(name: str, tensor: Tensor) -> tuple[str, Tensor]:
         name = name.replace(_BASE, "")
-        kept = dtype if dtype is not None and tensor.is_floating_point() and _MAPS not in name else tensor.dtype
-        if (layer := layers.get(name)) is not None:
-            # PEFT's layers over GPTQ and AWQ lack their delta weights
-            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-            for adapter in layer.active_adapters:
-                tensor += LoraLinear.get_delta_weight(layer, adapter).to(tensor.device)
-        return name, tensor.to(kept)
+        if (layer := layers.get(name)) is None:
+            return name, tensor
+        merged = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        for adapter in layer.active_adapters:
+            merged += LoraLinear.get_delta_weight(layer, adapter).to(merged.device)
+        return name, merged.to(tensor.dtype)
 
     return finish
 
 
-def write_configuration(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
+def write_configuration(model: PreTrainedModel, folder: Path) -> None:
     """Configuration, generation settings and code, by `save_pretrained` with no weights; before the weights."""
     model.save_pretrained(folder, state_dict={})
     for name in (SINGLE, INDEX):
         (folder / name).unlink(missing_ok=True)
-    if dtype is not None:
-        file = folder / "config.json"
-        content = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager

@@ -254,8 +254,6 @@ class AdjustSection(OptimSection):
     data: DataSection | None = None
     """What differs from `data` in this stage; null: nothing."""
     lr: float = Field(1e-4, gt=0)
-    method: Literal["lora", "full"] = "lora"
-    """lora: PEFT adapters on the projections; full: train all weights."""
     lora_rank: int = Field(8, ge=1)
     lora_alpha: float = Field(16, gt=0)
     lora_dropout: float = Field(0.0, ge=0, lt=1)
@@ -275,11 +273,6 @@ class AdjustSection(OptimSection):
 
     @model_validator(mode="after")
     def _goes_together(self) -> AdjustSection:
-        if self.method == "full" and self.distill_factor:
-            raise ValueError(
-                f"distill_factor={self.distill_factor:g} needs the softmax teacher, whose weights method=full trains;"
-                " use method=lora, or distill_factor=0"
-            )
         if self.softmax_control and self.distill_factor:
             raise ValueError(
                 f"softmax_control=true with distill_factor={self.distill_factor:g}: the control is its own teacher and"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lolcats.checkpoint.read import BaseCheckpoint, checkpoint_folder, weight_parts
@@ -30,7 +30,6 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import Group
 
 REPLICATED_SHARE = 0.25  # of a GPU's memory that replicated weights may take; the rest is for activations
-TRAINED_BYTES = 16  # of a parameter in full finetuning: value, gradient and Adam's two moments, all in float32
 
 
 def shards_weights(config: LinearizeConfig, group: Group) -> bool:
@@ -49,13 +48,8 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
         return True
     with group.main_first():
         skeleton, _ = load_skeleton(model)
-    trains_all = config.adjust.enabled and config.adjust.method == "full"
-    return held_bytes(skeleton, trains_all) > REPLICATED_SHARE * min(group.gather(memory_bytes(group)))
-
-
-def held_bytes(model: nn.Module, trains_all: bool) -> int:
-    """Bytes that a process holds for the model's parameters, which may be on the meta device."""
-    return sum(p.numel() * (TRAINED_BYTES if trains_all else p.element_size()) for p in model.parameters())
+    size = sum(parameter.nbytes for parameter in skeleton.parameters())
+    return size > REPLICATED_SHARE * min(group.gather(memory_bytes(group)))
 
 
 def memory_bytes(group: Group) -> int:
@@ -72,14 +66,11 @@ def load_sharded(
     group: Group,
     *,
     cpu_offload: bool = False,
-    train_all: bool = False,
 ) -> tuple[LolcatsForCausalLM, Any]:
     """The converted model and its tokenizer; every process holds its shard of each weight, and one layer while loading.
 
     Args:
         cpu_offload: keep the shards in CPU memory; they are copied to the GPU when their layer computes.
-        train_all: for full finetuning: weights are kept and updated in float32 and computed with in the
-            section's type.
     """
     assert group.device is not None
     with group.main_first():
@@ -91,9 +82,6 @@ def load_sharded(
         "reshard_after_forward": True,
         "offload_policy": CPUOffloadPolicy(pin_memory=group.device.type == "cuda") if cpu_offload else OffloadPolicy(),
     }
-    if train_all:  # layers compute in the type of the files, gradients are float32
-        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=base.dtype, reduce_dtype=torch.float32)
-        base.float()
     with group.sync_errors():
         model = convert(base, attention)
         place_replicated(model, group.device)

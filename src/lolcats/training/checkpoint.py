@@ -1,34 +1,30 @@
 """Checkpoints of a stage: written atomically, never pickled.
 
-A stage's folder holds `step-<n>/`, its last checkpoint. Tensors are in safetensors files that
-torch.distributed.checkpoint writes and reads: each process writes its part, and any number of processes reads them.
-`state.json` has the plain values. The folder is built under a hidden name and renamed: under its final name it is
-complete. The last checkpoint of a finished stage holds its best weights alone.
+A stage's folder holds `step-<n>/`, its last checkpoint. What is trained is the same in all processes: one writes, any
+number of processes reads. `tensors.safetensors` has it, `state.json` the plain values. The folder is built under a
+hidden name and renamed: under its final name it is complete. The last checkpoint of a finished stage holds its best
+weights alone.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
 
 from lolcats.config import differences
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.report import read_optional, write_text
 
-STATE_FILE = "state.json"
-FILE_BYTES = 2**32
-"""About so many bytes of tensors go into a file, whose content is put together in memory."""
+STATE_FILE, TENSORS_FILE = "state.json", "tensors.safetensors"
 
 Tensors = dict[str, dict[str, Tensor]]
 """Kind ("weights", "best", "optimizer") -> name -> tensor."""
@@ -45,11 +41,10 @@ def write_checkpoint(
     """Write a checkpoint, then remove those before it. All ranks of `group` call this.
 
     Args:
-        tensors: sharded ones are written by all ranks, others once.
-        state: plain JSON values; rank 0's are written.
+        tensors, state: rank 0's are written; `state` has plain JSON values.
 
     Raises:
-        UserError: on all ranks, if one cannot write. The checkpoint before is untouched.
+        UserError: on all ranks, if it cannot be written. The checkpoint before is untouched.
     """
     hidden, path, older = directory / ".unfinished", directory / f"step-{step:08d}", list_checkpoints(directory)
     try:
@@ -57,16 +52,17 @@ def write_checkpoint(
             if group.is_main:
                 shutil.rmtree(hidden, ignore_errors=True)
                 hidden.mkdir(parents=True)
-        with group.sync_errors():
-            if not hidden.is_dir():
-                raise OSError(f"{hidden} is not seen from here: all machines of a run must share the output folder")
-        _write_tensors(hidden, tensors, group)
-        with group.sync_errors():
-            if group.is_main:
+                flat = {f"{kind}/{name}": tensor for kind, part in tensors.items() for name, tensor in part.items()}
+                save_file({key: tensor.detach().contiguous() for key, tensor in flat.items()}, hidden / TENSORS_FILE)
+                with (hidden / TENSORS_FILE).open("rb") as stream:
+                    os.fsync(stream.fileno())
                 write_text(hidden / STATE_FILE, json.dumps(state, indent=1))
                 shutil.rmtree(path, ignore_errors=True)
                 hidden.rename(path)
-    except (OSError, UserError) as error:
+        with group.sync_errors():
+            if not path.is_dir():
+                raise OSError(f"{path} is not seen from here: all machines of a run must share the output folder")
+    except (OSError, SafetensorError, UserError) as error:
         shutil.rmtree(hidden, ignore_errors=True)
         kept = f"The previous checkpoint {older[-1]} is intact" if older else "No earlier checkpoint exists"
         message = f"cannot write {path}: {error}{_free(path)}. {kept}; resume with --resume."
@@ -75,62 +71,18 @@ def write_checkpoint(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read_checkpoint(
-    path: Path, parameters: dict[str, Tensor] | None = None, group: Group = SINGLE
-) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors and plain values. All ranks of `group` call this; it may have been written by another number.
-
-    Args:
-        parameters: the trained parameters by name. Tensors of their sizes come sharded as they are; all others are
-            whole, on the CPU.
-    """
+def read_checkpoint(path: Path) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors, on the CPU, and plain values."""
     tensors: Tensors = {}
     try:
-        for key, tensor in _read_tensors(path, parameters or {}, group).items():
+        for key, tensor in load_file(path / TENSORS_FILE).items():
             kind, _, name = key.partition("/")
             tensors.setdefault(kind, {})[name] = tensor
         return tensors, read_optional(path / STATE_FILE)
-    except Exception as error:  # whatever torch and safetensors raise concerns these files
+    except (OSError, SafetensorError, UserError) as error:
         raise UserError(
             f"{path} is damaged: {error}\nMove {path.parent} away to start this stage from its beginning."
         ) from error
-
-
-def _write_tensors(folder: Path, tensors: Tensors, group: Group) -> None:
-    flat, file_of, size = {}, {}, 0
-    for kind, named in tensors.items():
-        for name, tensor in named.items():
-            sharded = isinstance(tensor, DTensor)
-            key = f"{kind}/{name}"
-            flat[key] = tensor.detach() if sharded else tensor.detach().contiguous()
-            file_of[key] = 1 + size // FILE_BYTES
-            size += tensor.numel() * tensor.element_size() // (group.world if sharded else 1)
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of or None, save_distributed=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")  # one process
-            dcp.save(flat, storage_writer=writer, process_group=group.control, no_dist=group.world == 1)
-    except dcp.api.CheckpointException as error:  # which all ranks raise
-        raise min(error.failures.items())[1][0] from None
-
-
-def _read_tensors(path: Path, parameters: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-    reader = HuggingFaceStorageReader(str(path))
-    flat: dict[str, Tensor] = {}
-    entries: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    for key, entry in entries.items():
-        kind, _, name = key.partition("/")
-        if kind == "optimizer":  # whose names are `parameter/entry`
-            name = name.rpartition("/")[0]
-        parameter = parameters.get(name)
-        if isinstance(parameter, DTensor) and parameter.shape == entry.size:
-            flat[key] = torch.empty_like(parameter, dtype=entry.properties.dtype)
-        else:
-            flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        dcp.load(flat, storage_reader=reader, process_group=group.control, no_dist=group.world == 1)
-    return flat
 
 
 def _free(path: Path) -> str:

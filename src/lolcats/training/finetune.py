@@ -7,12 +7,10 @@ predictions: those of the same weights with softmax attention on and the adapter
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -23,17 +21,10 @@ from lolcats.evaluation.perplexity import batch_losses, batches_of, dataset_perp
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
-from lolcats.parallel.sharding import gathered, is_sharded
+from lolcats.parallel.sharding import gathered
 from lolcats.training.device import checkpoint_activations, to_device
 from lolcats.training.graphs import Graphs, graphs_wanted
-from lolcats.training.head import (
-    LanguageHead,
-    find_head,
-    head_inputs,
-    part_size,
-    weighted_cross_entropy,
-    weighted_divergence,
-)
+from lolcats.training.head import find_head, head_inputs, part_size, weighted_cross_entropy, weighted_divergence
 from lolcats.training.lora import add_lora
 
 ROWS = ("row_L", "label_L", "weight_L")
@@ -42,7 +33,7 @@ PADDING_STEPS = 8
 
 
 class AdjustStage:
-    """The `Stage` of low-rank adjusting (or full finetuning); see `lolcats.training.stage`."""
+    """The `Stage` of low-rank adjusting; see `lolcats.training.stage`."""
 
     name = "adjust"
     by_labels = False
@@ -59,26 +50,14 @@ class AdjustStage:
         self.config, self.validation, self.linearized, self.group = config, validation, model, group
         self.metric = "loss" if config.distill_factor else "perplexity"
         self.call = AttentionCall(mode="softmax" if config.softmax_control else "hybrid")
-        self.autocast_dtype: torch.dtype | None = None
-        self.model: LolcatsForCausalLM | PeftModel
-        if config.method == "lora":
-            model.requires_grad_(False)
-            self.model = add_lora(model, config)
-        elif is_sharded(model):  # loaded for this: FSDP has the types, and the layers are gathered in forward alone
-            self.model = model
-        else:
-            # Updates of 1e-4 vanish in bfloat16: master weights in float32, matrix products as before.
-            if model.dtype != torch.float32:
-                self.autocast_dtype = model.dtype
-            model.float()
-            self.model = model.requires_grad_(True)
+        model.requires_grad_(False)
+        self.model = add_lora(model, config)
         for _, module in model.linear_layers():
             module.requires_grad_(config.train_feature_maps)
         dropout = _has_dropout(self.model)
         if config.gradient_checkpointing:
             checkpoint_activations(model, preserve_rng_state=dropout)
-        # FSDP gathers a head that is trained in its own forward pass alone.
-        self.head = LanguageHead() if config.method == "full" and is_sharded(model) else find_head(model)
+        self.head = find_head(model)
         self.part = part_size(model.config.text_config.vocab_size)
         graphs = graphs_wanted(config.cuda_graphs, model, report, has_dropout=dropout)
         self.graphs = Graphs(list(self.blocks()[0].values()), enabled=graphs, report=report)
@@ -113,10 +92,6 @@ class AdjustStage:
         losses = partial(self.graphs, self._token_losses)
         return dataset_perplexity(self.model, self.validation, batch_size=size, group=self.group, losses=losses)
 
-    def _autocast(self) -> torch.autocast:
-        enabled = self.autocast_dtype is not None
-        return torch.autocast(self.linearized.device.type, self.autocast_dtype, enabled=enabled)
-
     @torch.no_grad()
     def _distilled(self, indices: list[int]) -> tuple[Tensor, int]:
         """[3, 1] sums over the labels of some validation sequences: the loss and its parts, in nats."""
@@ -124,7 +99,7 @@ class AdjustStage:
         inputs = to_device(batch | label_rows(batch.pop("labels")), self.linearized.device)
         row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
         self.model.eval()
-        with gathered(self.head.module), self._autocast():
+        with gathered(self.head.module):
             loss, parts = self._losses(inputs, row_L, label_L, torch.ones_like(weight_L))
         return torch.stack([loss, *parts.values()])[:, None], len(row_L)
 
@@ -148,21 +123,18 @@ class AdjustStage:
         row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
         self.model.train()
         with gathered(self.head.module):
-            with self._autocast():
-                loss, parts = self._losses(inputs, row_L, label_L, weight_L)
+            loss, parts = self._losses(inputs, row_L, label_L, weight_L)
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 
     def _token_losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         self.model.eval()
-        with self._autocast():
-            return batch_losses(self.model, batch, attention_call=self.call)
+        return batch_losses(self.model, batch, attention_call=self.call)
 
     @torch.no_grad()
     def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:
         """What the head gets from the softmax teacher, as `head_inputs`."""
-        adapters_off = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
-        with adapters_off:
+        with self.model.disable_adapter():
             return head_inputs(self.linearized, self.head, inputs, row_L, SOFTMAX)
 
 

@@ -1,7 +1,7 @@
 """The language-model head apart from the model: losses over the vocabulary at chosen positions, a part at a time.
 
-Logits of a few thousand positions are made, used and dropped, part by part. Under a frozen head the gradient of the
-features is computed together with the loss; else the parts are made again in the backward pass.
+Logits of a few thousand positions are made, used and dropped, part by part. The head is frozen: the gradient of the
+features is computed together with the cross-entropy; divergences make their parts again in the backward pass.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ class LanguageHead:
     multiply: float | None = None
     divide: float | None = None
     softcap: float | None = None
-
-    @property
-    def frozen(self) -> bool:
-        return self.module is not None and not any(p.requires_grad for p in self.module.parameters())
 
     def __call__(self, features_LD: Tensor) -> Tensor:
         return self.finish(self.product(features_LD))
@@ -110,7 +106,7 @@ def weighted_cross_entropy(
     features_LD: Tensor, label_L: Tensor, weight_L: Tensor, head: LanguageHead, *, part: int
 ) -> Tensor:
     """Sum over L positions of weight times cross-entropy (nats) of the label; a float32 scalar."""
-    if head.frozen and not torch.is_autocast_enabled(features_LD.device.type):
+    if head.module is not None:
         # With their gradient and in float32, logits take seven times the memory.
         return _FrozenHeadLoss.apply(features_LD, label_L, weight_L, head, max(part // 4, 1))
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.distributed.tensor import DTensor
 
 from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
 from lolcats.data.packed import BatchSampler, PackedDataset
@@ -154,8 +153,7 @@ class Trainer:
         groups = stage.blocks()
         self.blocks = [BlockOptimizer(block, config, self.total_steps, stage.lr_factors) for block in groups]
         self.device = next(iter(groups[0].values())).device
-        whole = [weight for weight in weights_of(stage).values() if not isinstance(weight, DTensor)]
-        self.group.broadcast_(whole)  # all ranks begin with the same
+        self.group.broadcast_(list(weights_of(stage).values()))  # all ranks begin with the same
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -181,9 +179,8 @@ class Trainer:
                 scale = labels / max(self.dataset.labels(indices), 1) * self.group.world
             values = self.stage.micro_step(batch, scale)
             self.metrics.add_losses(update + 1, values)
-        # Each rank has the mean over its share of the batch; FSDP averages gradients of sharded weights itself.
         gradients = [parameter.grad for block in self.blocks for parameter in block.parameters.values()]
-        self.group.average_([grad for grad in gradients if grad is not None and not isinstance(grad, DTensor)])
+        self.group.average_([grad for grad in gradients if grad is not None])  # of each rank's share of the batch
         for block in self.blocks:
             self.metrics.add_gradients(update + 1, *block.step(update))
         state.steps += 1
@@ -324,7 +321,7 @@ class Trainer:
         self.saved_at = monotonic()
 
     def _restore(self, path: Path) -> None:
-        tensors, plain = read_checkpoint(path, weights_of(self.stage), self.group)
+        tensors, plain = read_checkpoint(path)
         self.state = TrainState(**plain["counters"])
         self.best = {name: tensor.to("cpu", copy=True) for name, tensor in tensors["best"].items()}
         if plain["finished"]:

@@ -56,6 +56,6 @@ def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> lis
     if config.lora_rank > smallest:
         raise UserError(
             f"lora_rank={config.lora_rank} is more than the smallest projection's {smallest} rows or columns;"
-            f" choose at most {smallest}, or adjust.method=full"
+            f" choose at most {smallest}"
         )
     return sorted(names)

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from lolcats.config import OptimSection
 
@@ -20,8 +19,7 @@ class BlockOptimizer:
     """Optimizer of parameters that are clipped and scheduled together, apart from all other blocks.
 
     Args:
-        parameters: name -> parameter; some or all may be sharded (DTensor). Gradients are
-            those of the whole batch when `step` is called.
+        parameters: name -> parameter. Gradients are those of the whole batch when `step` is called.
         total_steps: updates of the whole stage.
         lr_factors: name -> factor of the schedule's learning rate; 1 for names that are not there.
 
@@ -36,19 +34,17 @@ class BlockOptimizer:
         total_steps: int,
         lr_factors: Mapping[str, float] | None = None,
     ):
-        groups: dict[tuple[bool, float], dict[str, nn.Parameter]] = {}
-        for name, parameter in parameters.items():
-            # fused updates take tensors of one kind, and a group has one rate
-            kind = isinstance(parameter, DTensor), (lr_factors or {}).get(name, 1.0)
-            groups.setdefault(kind, {})[name] = parameter
-        ordered = sorted(groups.items(), key=lambda item: item[0])
+        groups: dict[float, dict[str, nn.Parameter]] = {}
+        for name, parameter in parameters.items():  # a group of AdamW's has one rate
+            groups.setdefault((lr_factors or {}).get(name, 1.0), {})[name] = parameter
+        ordered = sorted(groups.items())
         self.parameters = {name: parameter for _, group in ordered for name, parameter in group.items()}
         self.config = config
         self.total_steps = total_steps
         self.plateau = {"lr": config.lr, "best": math.inf, "waited": 0}
         on_gpu = all(parameter.device.type == "cuda" for parameter in parameters.values())
         self.adamw = torch.optim.AdamW(
-            [{"params": list(group.values()), "lr_factor": factor} for (_, factor), group in ordered],
+            [{"params": list(group.values()), "lr_factor": factor} for factor, group in ordered],
             lr=config.lr,
             weight_decay=config.weight_decay,
             fused=True if on_gpu else None,
@@ -74,10 +70,10 @@ class BlockOptimizer:
         updated = {name: p for name, p in self.parameters.items() if p.grad is not None}
         if not updated:
             return (), torch.zeros(0)
-        gradients = [local_part(p.grad) for p in updated.values() if p.grad is not None]
-        norms_P = _gradient_norms(updated, gradients)
-        if self.config.clip_norm is not None:
-            # as torch.nn.utils.clip_grad_norm_, which cannot take both kinds
+        gradients = [p.grad for p in updated.values() if p.grad is not None]
+        first = gradients[0].device
+        norms_P = torch.stack([norm.to(first, torch.float32) for norm in torch._foreach_norm(gradients)])
+        if self.config.clip_norm is not None:  # as torch.nn.utils.clip_grad_norm_, with the norms at hand
             factor = (self.config.clip_norm / (torch.linalg.vector_norm(norms_P) + 1e-6)).clamp(max=1.0)
             for device in {gradient.device for gradient in gradients}:
                 own = [gradient for gradient in gradients if gradient.device == device]
@@ -116,21 +112,3 @@ class BlockOptimizer:
                 by_index.setdefault(order[name], {})[entry] = tensor
         groups = self.adamw.state_dict()["param_groups"]
         self.adamw.load_state_dict({"state": by_index, "param_groups": groups})
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gradient_norms(parameters: dict[str, nn.Parameter], gradients: list[Tensor]) -> Tensor:
-    """[P] norms of whole gradients from this process's parts."""
-    first = gradients[0].device
-    norms_P = torch.stack([norm.to(first, torch.float32) for norm in torch._foreach_norm(gradients)])
-    sharded = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor)]
-    if sharded:
-        sharded_P = torch.tensor([isinstance(p, DTensor) for p in parameters.values()], device=first)
-        squares_P = norms_P.square() * sharded_P
-        distributed.all_reduce(squares_P, group=sharded[0].device_mesh.get_group())
-        norms_P = torch.where(sharded_P, squares_P.sqrt(), norms_P)
-    return norms_P

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lolcats.parallel.group import Group
-from lolcats.training.optim import local_part
 
 
 class Stage(Protocol):
@@ -63,7 +62,7 @@ def weights_of(stage: Stage) -> dict[str, Tensor]:
 def set_weights(stage: Stage, tensors: dict[str, Tensor]) -> None:
     """Copy weights, as `weights_of` gave them, into the parameters in place."""
     for name, weight in weights_of(stage).items():
-        local_part(weight).copy_(local_part(tensors[name]))
+        weight.copy_(tensors[name])
 
 
 @dataclass

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from accelerate.tracking import GeneralTracker
 from rich.console import Console
 
 from lolcats.config import LinearizeConfig, OptimSection
@@ -33,7 +34,7 @@ from lolcats.training.identity import identity, weights_hash
 from lolcats.training.loop import stage_fingerprint, warn_of_few_updates
 from lolcats.training.lora import adapted_projections
 from lolcats.training.run_folder import FolderLock, check_folder, claim_folder, take_stages
-from lolcats.training.tracking import Tracking
+from lolcats.training.tracking import check_tracker, open_tracker
 
 Splits = tuple[PackedDataset, PackedDataset]
 """Training and validation data."""
@@ -86,7 +87,7 @@ class Run:
         }
         self.in_blocks = self.in_blocks and has["transfer"]
         self.sections: dict[str, Any] = {name: getattr(config, name) for name, enabled in has.items() if enabled}
-        self.tracking: Tracking | None = None
+        self.tracking: Callable[[str, int], GeneralTracker] | None = None
 
     @cached_property
     def weights(self) -> str:
@@ -125,9 +126,9 @@ class Run:
             dtype: Any = getattr(torch, config.model.dtype, linearized.dtype)
             self._check_budget(linearized, dtype or torch.float32)
         if self.group.is_main:
-            if config.output.track is not None:
-                settings = config.model_dump(mode="json")
-                self.tracking = Tracking(config.output.track, self.folder / "tracking", settings)
+            if (track := config.output.track) is not None:
+                check_tracker(track)
+                self.tracking = partial(open_tracker, track, self.folder / "tracking", config.model_dump(mode="json"))
             if self.output.is_dir():
                 self.lock.__enter__()
             check_folder(config, self.output, resume=self.resume, overwrite=self.overwrite)

@@ -11,19 +11,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from lolcats.training.tracking import Tracking
-
 
 class Progress:
     """A stage's progress: a live bar on a terminal; else a line per evaluation, and one every `interval_s` seconds.
 
-    Call order: `start`, then any of `update`, `log`, `evaluated`, `message`, then `close`.
+    Call order: `start`, then any of `update`, `log`, `evaluated`, `message`, then `close`. `tracking` opens a tracker
+    for a stage and its first step.
     """
 
     def __init__(
         self,
         console: Console | None = None,
-        tracking: Tracking | None = None,
+        tracking: Callable[[str, int], GeneralTracker] | None = None,
         *,
         interval_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -75,7 +74,7 @@ class Progress:
         if self.tracking is None:
             return
         if self.tracker is None:
-            self.tracker = self.tracking.start(self.stage, step)
+            self.tracker = self.tracking(self.stage, step)
         self.tracker.log({f"{self.stage}/{name}": value for name, value in scalars.items()}, step=step)
 
     def message(self, text: str) -> None:

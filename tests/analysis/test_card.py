@@ -62,7 +62,7 @@ def test_evaluations_and_layers(folder, held_out):
     (folder / "eval.json").write_text(json.dumps({"models": models, "settings": {"limit": 20}}))
     card = write_card(folder)
     text = card.read_text()
-    assert charts(card) == TRAINING | {*LAYERS, "Attention weights"}
+    assert charts(card) == TRAINING | {*LAYERS}
     assert "| base | 70.00 ± 1.10 | 61.00 |" in text
     assert "| needle | out | 60.0 ± 1.0 | 30.0 ± 1.0 |" in text
     assert str(folder.parent) not in text

@@ -91,14 +91,6 @@ def test_losses_are_those_of_whole_windows(any_model, max_length, begin_with, ba
         assert entry["loss"] == pytest.approx(np.mean(inside), rel=1e-3)
 
 
-def test_past_the_training_length(linear_model, monkeypatch):
-    monkeypatch.setattr(evaluation, "PIECE", 32)
-    past = text_perplexity(linear_model, *text(200), max_length=200, training_length=64)["past_training"]
-    assert (past["within"]["start"], past["within"]["end"], past["past"]["end"]) == (32, 64, 200)
-    assert past["past"]["tokens"] == 136
-    assert "past_training" not in text_perplexity(linear_model, *text(60), max_length=200, training_length=64)
-
-
 def test_nothing_to_score(linear_model):
     for ids, labels in (text(10, every=11), text(0)):
         with pytest.raises(UserError, match="no token to score"):

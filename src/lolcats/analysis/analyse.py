@@ -28,9 +28,6 @@ from lolcats.ops import attention_weights
 from lolcats.provenance import provenance
 from lolcats.report import ANALYSIS_FILE, without_paths, write_text
 
-MAP_LAYERS, MAP_HEADS, MAP_SPAN = 5, 4, 32  # as the paper's appendix shows
-DIGITS = 4  # of the weights in pictures
-
 
 def analyse(
     folder: str | Path,
@@ -73,18 +70,12 @@ def analyse(
 
 
 @torch.no_grad()
-def measure(
-    model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: int = 1, span: int = MAP_SPAN
-) -> dict[str, Any]:
-    """layers, mse, mse_heads, linear_share and maps, averaged over all sequences."""
+def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: int = 1) -> dict[str, Any]:
+    """layers, mse, mse_heads and linear_share, averaged over all sequences."""
     layers = sorted(index for index, _ in model.linear_layers())
-    shown = layers
-    if len(layers) > MAP_LAYERS:  # evenly spaced, the first and the last among them
-        shown = [layers[round(place * (len(layers) - 1) / (MAP_LAYERS - 1))] for place in range(MAP_LAYERS)]
     # Sums by what is measured and layer: [H] or [bins] float64, and how many sequences or tokens they are of.
     sums: dict[str, dict[int, Tensor]] = defaultdict(dict)
     counts: dict[str, int] = defaultdict(int)
-    maps: list[dict[str, Any]] = []
     longest = 0
 
     def add(name: str, layer: int, value_K: Tensor) -> None:
@@ -114,12 +105,6 @@ def measure(
             counts["tokens"] += int(real_NT.sum())
             counts["sequences"] += len(q)
             longest = max(longest, tokens)
-        if layer_idx in shown and all(entry["layer"] != layer_idx for entry in maps):
-            row = int(length_N.argmax())
-            for head in range(min(hybrid_NHTT.shape[1], MAP_HEADS)):
-                both = {"softmax": softmax_NHTT[row, head], "hybrid": hybrid_NHTT[row, head]}
-                length = int(length_N[row])
-                maps.append({"layer": layer_idx, "head": head, **{k: _ends(w, length, span) for k, w in both.items()}})
 
     call = AttentionCall(mode="softmax", observe=observe)
     for begin in range(0, len(dataset), batch_size):
@@ -144,16 +129,7 @@ def measure(
             "linear_by_distance": mean("linear"),
             "softmax_by_distance": mean("softmax"),
         },
-        "maps": {"span": span, "maps": sorted(maps, key=lambda entry: (entry["layer"], entry["head"]))},
     }
-
-
-def _ends(weight_TT: Tensor, length: int, span: int) -> list[list[float]]:
-    """Weights of the last `span` queries (rows) with the first and last keys of a sequence; short ones have fewer."""
-    first = max(length - span, 0)
-    keys = sorted({*range(min(span, length)), *range(first, length)})
-    rows = weight_TT[first:length][:, keys].float().tolist()
-    return [[float(f"{value:.{DIGITS}g}") for value in row] for row in rows]
 
 
 def outside_window(attention: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:

@@ -57,8 +57,7 @@ def write_card(folder: str | Path) -> Path:
             lines += [f"## {title}", "", *markdown_table(columns, rows), ""]
     (folder / CHARTS).mkdir(exist_ok=True)
     analysis = read_optional(folder / ANALYSIS_FILE)
-    maps = map_chart(analysis) if analysis else None
-    for chart in [*training_charts(report), *layer_charts(report, analysis), *([maps] if maps else [])]:
+    for chart in [*training_charts(report), *layer_charts(report, analysis)]:
         picture = f"{CHARTS}/{re.sub('[^a-z]+', '_', chart.title.lower())}.png"
         chart.figure.savefig(folder / picture, dpi=120)
         lines += [f"## {chart.title}", "", chart.note, "", f"![{chart.title}]({picture})", ""]
@@ -109,26 +108,6 @@ def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> lis
     note = "Attention weight by distance between query and key, mean over layers, heads and queries."
     bins = [str(first) if first == last else f"{first}-{last}" for first, last in share["distances"]]
     return [*charts, _bars("Weight by distance", note, bins, means, "distance", "weight")]
-
-
-def map_chart(analysis: dict[str, Any]) -> Chart | None:
-    """Attention weights of some layers and heads: a row each, a column for softmax and one for hybrid attention."""
-    maps = analysis["maps"]
-    entries, kinds = maps["maps"], (SOFTMAX, "hybrid")
-    if not entries:
-        return None
-    figure = Figure(figsize=(2.6 * len(kinds), 1.2 * len(entries)))  # without a layout engine, slow for so many axes
-    space = {"left": 0.01, "right": 0.99, "bottom": 0.01, "top": 1 - 0.2 / len(entries), "wspace": 0.05, "hspace": 0.3}
-    grid = figure.subplots(len(entries), len(kinds), squeeze=False, gridspec_kw=space)
-    for entry, axes in zip(entries, grid, strict=True):
-        values = sorted(value for row in entry["softmax"] for value in row)
-        high = max(values[int(0.99 * (len(values) - 1))], 1e-6)  # one bright cell does not darken all others
-        for kind, axis in zip(kinds, axes, strict=True):
-            axis.imshow(entry[kind], aspect="auto", cmap="magma", vmin=0.0, vmax=high)
-            axis.set(xticks=[], yticks=[])
-            axis.set_title(f"{entry['layer']}/{entry['head']} {kind}", fontsize=7)
-    note = f"Layer/head: the last {maps['span']} queries (rows) with the first and last keys of a held-out sequence."
-    return _chart("Attention weights", note, figure)
 
 
 def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:

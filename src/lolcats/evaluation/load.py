@@ -79,11 +79,6 @@ def attention_of(model: Any) -> dict[str, Any]:
     return {"attention": {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}}
 
 
-def training_length(folder: str | Path) -> int | None:
-    """Tokens of a training sequence, from a linearized folder's report; None if it has none."""
-    return _trained_on(folder).get("sequence_length")
-
-
 def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> DataSection:
     """`data` with `begin_token` as it suits a model, unless `data` sets it.
 

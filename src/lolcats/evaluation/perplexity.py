@@ -105,7 +105,6 @@ def text_perplexity(
     *,
     max_length: int,
     batch_size: int = 1,
-    training_length: int | None = None,
     begin_with: int | None = None,
 ) -> dict[str, Any]:
     """Perplexity of a model on one text, by the place of a token in its window.
@@ -113,7 +112,6 @@ def text_perplexity(
     Args:
         ids_S, is_label_S: tokens, and whether each is to be scored.
         max_length: tokens of a window; they do not overlap, and nothing precedes the first token of each.
-        training_length: tokens that the model was trained on; adds `past_training`.
         begin_with: token in front of every window, which counts among its `max_length`; its successor stays unscored.
 
     Returns:
@@ -137,7 +135,7 @@ def text_perplexity(
         for begin, losses_BC in _losses(model, ids_BT, max(1, PIECE // len(ids_BT))):
             place = slice(begin, begin + losses_BC.shape[1])
             total_T[place] += losses_BC.masked_fill(~wanted_BT[:, place], 0.0).to(sums_device).double().sum(0)
-    return _summary(total_T.cpu().numpy(), wanted_NT.sum(0), training_length)
+    return _summary(total_T.cpu().numpy(), wanted_NT.sum(0))
 
 
 def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -151,7 +149,7 @@ def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int,
         yield begin + 1, token_losses(logits_BCV.flatten(0, 1), targets_BC.flatten()).view(targets_BC.shape)
 
 
-def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> dict[str, Any]:
+def _summary(total_T: np.ndarray, count_T: np.ndarray) -> dict[str, Any]:
     if not count_T.any():
         raise UserError("no token to score: the text is empty, or lacks answers (try --loss-on all)")
     used = int(np.flatnonzero(count_T)[-1]) + 1
@@ -160,24 +158,9 @@ def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> d
     def measured(start: int, end: int) -> dict[str, Any]:
         return perplexity_of(float(total_T[start:end].sum()), int(count_T[start:end].sum()))
 
-    def interval(start: int, end: int) -> dict[str, Any]:
-        return {"start": start, "end": end, **measured(start, end)}
-
-    def intervals(edges: list[int]) -> list[dict[str, Any]]:
-        return [interval(start, end) for start, end in pairwise(edges) if count_T[start:end].any()]
-
-    result = {
-        **measured(0, used),
-        "positions": intervals(doubling),
-    }
-    if trained is not None and used > trained:
-        # The second half of what was trained on is a fair comparison: short contexts always cost more.
-        result["past_training"] = {
-            "training_length": trained,
-            "within": interval(trained // 2, trained),
-            "past": interval(trained, used),
-        }
-    return result
+    intervals = [(start, end) for start, end in pairwise(doubling) if count_T[start:end].any()]
+    positions = [{"start": start, "end": end, **measured(start, end)} for start, end in intervals]
+    return measured(0, used) | {"positions": positions}
 
 
 def perplexity_of(total: float, count: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lolcats.data.build import evaluation_text
 from lolcats.data.packing import begin_token
 from lolcats.errors import UserError
 from lolcats.evaluation.effective_length import effective_lengths
-from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, training_length, with_begin_token
+from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, with_begin_token
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.perplexity import dataset_perplexity, text_perplexity
 from lolcats.evaluation.recall import PASSKEY, RECALL, recall_accuracy
@@ -142,7 +142,6 @@ def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> 
             *evaluation_text(data, tokenizer),
             max_length=options.max_length,
             batch_size=options.batch_size,
-            training_length=training_length(path),
             begin_with=begin_token(tokenizer) if data.begin_token else None,
         )
     return found | {"begin_token": data.begin_token}

@@ -162,8 +162,7 @@ def load(run: Run, *, whole: bool = False) -> None:
             run.partial, run.tokenizer = load_in_parts(config, group.device)
         run.model = run.partial.model
     elif run.sharded:
-        offload = config.parallel.cpu_offload
-        run.model, run.tokenizer = load_sharded(config.model, config.attention, group, cpu_offload=offload)
+        run.model, run.tokenizer = load_sharded(config.model, config.attention, group)
     else:
         device = config.model.device if group.device is None else str(group.device)
         section = config.model.model_copy(update={"device": device})

@@ -204,7 +204,7 @@ def open_run(config: LinearizeConfig, output: Path, console: Console | None = No
         KeyboardInterrupt: the block was interrupted; says how to resume, if there is anything.
     """
     console = console or Console(stderr=True)
-    with open_group(config.model.device, config.parallel.timeout) as group:
+    with open_group(config.model.device) as group:
         run = Run(config, output, group, console if group.is_main else Console(quiet=True), **options)
         try:
             with group.sync_errors():

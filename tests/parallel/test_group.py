@@ -53,7 +53,6 @@ def test_micro_batches_become_small_enough(batch, micro, world, expected):
         ({}, 3, True),
         ({"parallel": {"shard": True}}, 100, True),  # a bare `on` in YAML
         ({"parallel": {"shard": False}}, 1, False),
-        ({"parallel": {"cpu_offload": True}}, 100, True),
         ({"model": {"load_in_4bit": True}}, 1, False),
     ],
 )

@@ -76,8 +76,7 @@ def logs(folder):
 @pytest.mark.slow
 def test_a_lost_machine_and_resume(both_stages, alone, weights, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    values = merge(merge(both_stages, LONG), {"parallel": {"timeout": 60}})
-    recipe.write_text(LinearizeConfig.from_dict(values).to_yaml())
+    recipe.write_text(LinearizeConfig.from_dict(merge(both_stages, LONG)).to_yaml())
     stage = tmp_path / "out" / "run" / "transfer"
     machines = begin(tmp_path, recipe)
     try:

@@ -15,7 +15,7 @@ from lolcats.training.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.slow
 QUIET = Console(quiet=True)
-SPARING = {"adjust": {"gradient_checkpointing": True, "distill_factor": 0.5}, "parallel": {"cpu_offload": True}}
+SPARING = {"adjust": {"gradient_checkpointing": True, "distill_factor": 0.5}}
 REPLICATED = {"parallel": {"shard": "off"}, "adjust": {"train_feature_maps": True, "feature_lr": 1e-3}}
 
 

@@ -293,10 +293,6 @@ class ParallelSection(Section):
     """on: the frozen weights are sharded over the processes (FSDP2); off: they are replicated, which is faster where
     they fit; auto: sharded if one copy would take more than a quarter of a GPU's memory. Either way each process
     takes its share of every batch."""
-    cpu_offload: bool = False
-    """Keep each process's shard of the frozen weights in CPU memory: less GPU memory, slower."""
-    timeout: float = Field(600.0, gt=0)
-    """Seconds that a process waits for the others before it gives up."""
 
 
 class OutputSection(Section):

@@ -54,8 +54,6 @@ class LolcatsPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = False
     _keep_in_fp32_modules_strict = ["linear_attention"]
-    compute_device: torch.device | None = None
-    """Where inputs belong, if the weights lie elsewhere until they are used (`lolcats.parallel`)."""
 
     def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -103,10 +101,6 @@ class LolcatsPreTrainedModel(PreTrainedModel):
             exact=layer.exact,
             device=weight.device,
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self.compute_device or super().device
 
     # --- the linearized layers ------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lolcats.checkpoint.read import BaseCheckpoint, checkpoint_folder, weight_parts
@@ -44,8 +44,6 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
         return group.world > 1 and parallel.shard == "on"
     if model.load_in_4bit:
         return False
-    if parallel.cpu_offload:
-        return True
     with group.main_first():
         skeleton, _ = load_skeleton(model)
     size = sum(parameter.nbytes for parameter in skeleton.parameters())
@@ -60,28 +58,15 @@ def memory_bytes(group: Group) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
 
 
-def load_sharded(
-    section: ModelSection,
-    attention: AttentionConfig,
-    group: Group,
-    *,
-    cpu_offload: bool = False,
-) -> tuple[LolcatsForCausalLM, Any]:
-    """The converted model and its tokenizer; every process holds its shard of each weight, and one layer while loading.
-
-    Args:
-        cpu_offload: keep the shards in CPU memory; they are copied to the GPU when their layer computes.
-    """
+def load_sharded(section: ModelSection, attention: AttentionConfig, group: Group) -> tuple[LolcatsForCausalLM, Any]:
+    """The converted model and its tokenizer; every process holds its shard of each weight, and of one layer all."""
     assert group.device is not None
     with group.main_first():
         base, tokenizer = load_skeleton(section)
         folder = checkpoint_folder(str(base.name_or_path or section.path), section.revision)
     base.tie_weights()
-    settings: dict[str, Any] = {
-        "mesh": init_device_mesh(group.device.type, (group.world,)),
-        "reshard_after_forward": True,
-        "offload_policy": CPUOffloadPolicy(pin_memory=group.device.type == "cuda") if cpu_offload else OffloadPolicy(),
-    }
+    settings: dict[str, Any] = {"mesh": init_device_mesh(group.device.type, (group.world,))}
+    settings["reshard_after_forward"] = True
     with group.sync_errors():
         model = convert(base, attention)
         place_replicated(model, group.device)
@@ -103,7 +88,6 @@ def load_sharded(
                 f"{type(model.model).__name__} cannot be sharded: {stray[0]} is neither in its decoder nor in its head;"
                 " set parallel.shard=off"
             )
-    model.compute_device = group.device
     return model.eval(), tokenizer
 
 

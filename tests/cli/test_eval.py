@@ -62,14 +62,3 @@ def test_mistakes(cli, calls, arguments, message):
     assert result.exit_code == 1
     assert message in result.stderr
     assert calls == []
-
-
-def test_a_text_in_windows(cli, model_dir, tmp_path):
-    text, curve = tmp_path / "text.txt", tmp_path / "curve.json"
-    text.write_text(" ".join(f"w{index * 7 % 60}" for index in range(300)))
-    settings = ("--tasks", "perplexity", "--data", text, "--loss-on", "all", "--device", "cpu", "--max-length", 100)
-    result = cli("eval", model_dir, *settings, "--output", curve)
-    assert result.exit_code == 0, result.output
-    assert "64 to 99" in result.stdout
-    (row,) = json.loads(curve.read_text())["models"]
-    assert row["perplexity"]["tokens"] == 297  # 300 words and the end token, less the first of each window

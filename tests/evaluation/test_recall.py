@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lolcats.config import DataSection, DataSource
-from lolcats.data.build import evaluation_text
+from lolcats.data import build_evaluation_dataset
 from lolcats.data.retrieval import KINDS, TEMPLATES, haystack_text
 from lolcats.data.sources import open_source
 from lolcats.data.splits import training_and_validation
@@ -71,8 +71,8 @@ def test_the_default_text_is_never_trained_on(tokenizer):
     config = DataSection(sources=[opened[0].source], sequence_length=100_000)
     found = training_and_validation(config, opened, tokenizer, 0, Progress(disable=True))
     assert [part.info["sources"][0]["rows"] for part in found] == [len(rows) - 200, 20]
-    evaluated, _ = evaluation_text(config, tokenizer, progress=False)
-    assert len(evaluated) == len(tokenizer("".join(held_out), add_special_tokens=False)["input_ids"]) + 200
+    evaluated = build_evaluation_dataset(config, tokenizer, progress=False)
+    assert evaluated.info["sources"][0]["rows"] == 200
 
 
 def test_what_is_too_long_for_a_text_is_left_out(tokenizer, haystack):

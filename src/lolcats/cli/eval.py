@@ -30,7 +30,6 @@ from lolcats.report import table, without_paths, write_text
 @settings_options(
     EvalOptions,
     *("tasks", "data_dir", "limit", "apply_chat_template", "run_code", "seed", "batch_size", "lengths", "haystack"),
-    "max_length",
 )
 @model_options
 @config_options(*DATA_OPTIONS)

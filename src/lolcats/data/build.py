@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lolcats.config import DataSection
 from lolcats.data import cache, sources
 from lolcats.data.packed import MOVES, PackedDataset
-from lolcats.data.packing import pack_rows, token_stream
+from lolcats.data.packing import pack_rows
 from lolcats.data.splits import first_sequences, is_weighted, sequence_limit, skipped_rows, training_and_validation
 from lolcats.errors import UserError
 
@@ -85,16 +84,6 @@ def build_evaluation_dataset(config: DataSection, tokenizer: Any, *, progress: b
     data = cache.load_or_build(file, build)["evaluation"]
     tell_skipped(progress, data)
     return data
-
-
-def evaluation_text(config: DataSection, tokenizer: Any, *, progress: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """All rows of all sources as one text: token ids [S] int32, and which are labels [S] bool."""
-    with progress_bar(progress) as bar:
-        streams = [
-            token_stream(config, source, source.rows(True), 0, tokenizer, bar, None)[0] for source in _open(config)
-        ]
-    ids, labels = zip(*((stream.token_ids, stream.is_label) for stream in streams), strict=True)
-    return np.concatenate(ids), np.concatenate(labels)
 
 
 def tell_skipped(shown: bool, *splits: PackedDataset) -> None:

@@ -49,8 +49,6 @@ class EvalOptions(Section, frozen=True):
     """recall, ruler (1024 to 8192), passkey (2048 to 10240): tokens of the texts."""
     haystack: str = "demo"
     """recall, ruler: data source with the text around; `demo`: shipped textbooks."""
-    max_length: int | None = Field(None, ge=2)
-    """perplexity: read the data as one text, in windows of so many tokens; without, packed sequences."""
     data: DataSection | None = None
     """Text for perplexity and esl."""
     model_options: dict[str, Any] = {}

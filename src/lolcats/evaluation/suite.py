@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from lolcats.data import build_evaluation_dataset
-from lolcats.data.build import evaluation_text
-from lolcats.data.packing import begin_token
 from lolcats.errors import UserError
 from lolcats.evaluation.effective_length import effective_lengths
 from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, with_begin_token
 from lolcats.evaluation.options import EvalOptions
-from lolcats.evaluation.perplexity import dataset_perplexity, text_perplexity
+from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.evaluation.recall import PASSKEY, RECALL, recall_accuracy
 from lolcats.evaluation.tables import add_averages
 from lolcats.evaluation.tasks import check_names, data_hashes, load_tasks
@@ -131,19 +129,9 @@ def _ruler(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> list[
 def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     assert options.data is not None  # see check
     data = with_begin_token(options.data, path, tokenizer)
-    if options.max_length is None:
-        if options.limit is not None:
-            data = data.model_copy(update={"validation_sequences": options.limit})
-        packed = build_evaluation_dataset(data, tokenizer)
-        found = dataset_perplexity(model, packed, batch_size=options.batch_size)
-    else:
-        found = text_perplexity(
-            model,
-            *evaluation_text(data, tokenizer),
-            max_length=options.max_length,
-            batch_size=options.batch_size,
-            begin_with=begin_token(tokenizer) if data.begin_token else None,
-        )
+    if options.limit is not None:
+        data = data.model_copy(update={"validation_sequences": options.limit})
+    found = dataset_perplexity(model, build_evaluation_dataset(data, tokenizer), batch_size=options.batch_size)
     return found | {"begin_token": data.begin_token}
 
 

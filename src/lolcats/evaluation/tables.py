@@ -40,7 +40,9 @@ def tables(report: dict[str, Any]) -> list[Table]:
     for name in ("recall", "ruler", "passkey"):
         if measured := [row for row in rows if name in row]:
             found.append(_recall_table(measured, name))
-    found += _perplexity_tables(having["perplexity"]) if having["perplexity"] else []
+    if cells := [(row["model"], row["perplexity"]) for row in having["perplexity"]]:
+        body = [[name, f"{x['perplexity']:.3f}", f"{x['loss']:.4f}", f"{x['tokens']:,}"] for name, x in cells]
+        found.append(("Perplexity", ["model", "perplexity", "loss (nats/token)", "tokens"], body))
     lengths = [(row["model"], row["esl"]) for row in rows if "esl" in row]
     body = [[name, *(f"{esl[key]:.0f}" for key in ("mean", "std", "sequences"))] for name, esl in lengths]
     columns = ["model", "mean", "std", "sequences"]
@@ -88,21 +90,6 @@ def _recall_table(rows: list[dict[str, Any]], name: str) -> Table:
             body.append([kind, row["model"], *cells])
     title = {"recall": "Recall", "ruler": "RULER", "passkey": "Passkeys"}[name]
     return (f"{title} (percent) by tokens of the text", ["task", "model", *map(str, lengths)], body)
-
-
-def _perplexity_tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Of all data, and by position where a text was read in windows."""
-    cells = [(row["model"], row["perplexity"]) for row in rows]
-    body = [[name, f"{x['perplexity']:.3f}", f"{x['loss']:.4f}", f"{x['tokens']:,}"] for name, x in cells]
-    found = [("Perplexity", ["model", "perplexity", "loss (nats/token)", "tokens"], body)]
-    if all("positions" in cell for _, cell in cells):
-        places = zip(*(cell["positions"] for _, cell in cells), strict=False)
-        body = [
-            [f"{place[0]['start']:,} to {place[0]['end'] - 1:,}", *(f"{entry['perplexity']:.3f}" for entry in place)]
-            for place in places
-        ]
-        found.append(("Perplexity by position in the window", ["tokens before", *(name for name, _ in cells)], body))
-    return found
 
 
 def _number(value: float, stderr: float | None, digits: int = 1) -> str:

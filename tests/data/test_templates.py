@@ -63,7 +63,6 @@ def test_alpaca_is_byte_exact(row, expected) -> None:
     (document,) = templates.records("alpaca")(row)
     assert document.segments == [(expected, False), (row["output"], True)]
     assert document.append_eos
-    assert not document.continues
 
 
 def test_alpaca_skips_missing_answers_but_keeps_empty_ones() -> None:

@@ -32,8 +32,6 @@ class TokenStream:
     """[S] int32."""
     is_label: np.ndarray
     """[S] bool."""
-    document_ids: np.ndarray
-    """[S] int32, counted from 0."""
     rows_read: int
     skipped: dict[str, int]
     """Rows without anything to learn, by reason."""
@@ -77,24 +75,21 @@ def tokenise(
     eos = tokenizer.eos_token_id
     if eos is None:
         raise UserError("the tokenizer has no end-of-sequence token: set its eos_token")
-    pieces, labels, numbers = [np.zeros(0, np.int32)], [np.zeros(0, bool)], [np.zeros(0, np.int32)]
-    tokens = document = rows_read = 0
+    pieces, labels = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+    tokens = rows_read = 0
     skipped: Counter[str] = Counter()
     for rows in batches:
         rows_read += len(rows)
         skipped.update(row for row in rows if isinstance(row, str))
         for group in _by_size(chain.from_iterable(row for row in rows if not isinstance(row, str))):
-            ids, is_label, lengths = _encode(group, tokenizer, eos)
-            ended = np.cumsum([0] + [not part.continues for part in group])
+            ids, is_label = _encode(group, tokenizer, eos)
             pieces.append(ids)
             labels.append(np.ones_like(is_label) if loss_on == "all" else is_label)
-            numbers.append(np.repeat(document + ended[:-1], lengths).astype(np.int32))
-            document += int(ended[-1])
             tokens += len(ids)
         if max_tokens is not None and tokens >= max_tokens:
             break
-    ids_S, is_label_S, number_S = (np.concatenate(parts)[:max_tokens] for parts in (pieces, labels, numbers))
-    return TokenStream(ids_S, is_label_S, number_S, rows_read, skipped)
+    ids_S, is_label_S = (np.concatenate(parts)[:max_tokens] for parts in (pieces, labels))
+    return TokenStream(ids_S, is_label_S, rows_read, skipped)
 
 
 def pack(
@@ -132,7 +127,6 @@ def pack(
         "rows": stream.rows_read,
         "rows_skipped": sum(stream.skipped.values()),
         "skipped": dict(stream.skipped),
-        "documents": int(stream.document_ids[-1]) + 1 if len(stream.document_ids) else 0,
         "tokens_read": len(stream.token_ids),
         "tokens_dropped_at_end": tail,
         "sequences_dropped_without_label": int(count - kept_N.sum()),
@@ -143,28 +137,24 @@ def pack(
     return PackedDataset(ids_NT, labels_NT, counts)
 
 
-def _encode(documents: list[Document], tokenizer: Any, eos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """token ids [S] int32, is label [S] bool, tokens of each document [documents] int64."""
+def _encode(documents: list[Document], tokenizer: Any, eos: int) -> tuple[np.ndarray, np.ndarray]:
+    """token ids [S] int32, is label [S] bool."""
     texts = [text for document in documents for text, _ in document.segments]
     options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
     encoded = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
     pieces: list[list[int]] = []
     flags: list[bool] = []
-    lengths: list[int] = []
     place = 0
     for document in documents:
-        parts = encoded[place : place + len(document.segments)]
+        pieces += encoded[place : place + len(document.segments)]
         place += len(document.segments)
-        pieces += parts
         flags += [label for _, label in document.segments]
         if document.append_eos:
             pieces.append([eos])
             flags.append(True)
-        lengths.append(sum(map(len, parts)) + document.append_eos)
-    total = sum(lengths)
-    ids_S = np.fromiter(chain.from_iterable(pieces), dtype=np.int32, count=total)
-    is_label_S = np.repeat(np.array(flags, dtype=bool), [len(piece) for piece in pieces])
-    return ids_S, is_label_S, np.array(lengths, dtype=np.int64)
+    sizes = [len(piece) for piece in pieces]
+    ids_S = np.fromiter(chain.from_iterable(pieces), dtype=np.int32, count=sum(sizes))
+    return ids_S, np.repeat(np.array(flags, dtype=bool), sizes)
 
 
 def _by_size(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -228,7 +218,6 @@ def retrieval_stream(
     return TokenStream(
         np.concatenate([sample.token_ids for sample in samples]),
         np.concatenate([all_labels | (sample.answer >= 0) for sample in samples]),
-        np.repeat(np.arange(len(samples), dtype=np.int32), length),
         rows_read=len(samples),
         skipped={},
     )

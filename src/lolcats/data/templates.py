@@ -67,8 +67,6 @@ class Document(NamedTuple):
     a model generates."""
     append_eos: bool = True
     """Add the end-of-sequence token, as a label."""
-    continues: bool = False
-    """The next document belongs to this one: no border between them."""
 
 
 class SkippedRow(Exception):
@@ -108,8 +106,7 @@ def records(form: str, tokenizer: Any = None, column: str = "text", only: bool =
         text = _text(row, column) if form == "text" or not only else None
         if text is None or not text.strip():
             raise SkippedRow("no text" if form == "text" else "no request, or no answer to it")
-        continues = bool(row.get(CONTINUES))
-        return [Document([(text, True)], append_eos=not continues, continues=continues)]
+        return [Document([(text, True)], append_eos=not row.get(CONTINUES))]
 
     return template
 

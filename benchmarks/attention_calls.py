@@ -143,7 +143,7 @@ def _stateful(bench: AttentionBench, name: str, mode: str, x: Inputs) -> Callabl
         return y, after
 
     if mode == "state":
-        return lambda: ((found := read())[0], *found[1].tensors().values())
+        return lambda: ((found := read())[0], *found[1]._asdict().values())
     if name == "reference":  # which keeps no state: whole sequences with one token more each time
         whole = [torch.cat(pair, 2) for pair in ((x.q, q_BH1D), (x.k, k_BG1D), (x.v, v_BG1D))]
 

@@ -51,7 +51,7 @@ def test_slots_keep_states_as_steps_leave_them(kit, attention, dtype):
         model(token_11, past_key_values=cache, use_cache=True)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, HybridCacheLayer):
-            kept, left = parts[str(index)].buffers, layer.state.tensors()
+            kept, left = parts[str(index)].buffers, layer.state._asdict()
             assert set(left) - set(kept) == {"position"}  # the runner's
             for name, tensor in kept.items():
                 assert (tensor.dtype, tensor.shape[1:]) == (left[name].dtype, left[name].shape[1:])

@@ -83,7 +83,7 @@ def test_slots_with_sums_in_planes(kit, model):
     whole, planes = Runner(model, 3, 64), Runner(model, 3, 64)
     for part in planes.cache.parts.values():
         assert isinstance(part, HybridCacheLayer)
-        part.state.S = split_sums(part.state.S)
+        part.state = part.state._replace(S=split_sums(part.state.S))
     prompts = [kit.random_tokens(length, length) for length in (9, 30)]
     addresses = [part.state.S.data_ptr() for part in planes.cache.parts.values()]
     assert torch.equal(planes.prefill([0, 2], prompts), whole.prefill([0, 2], prompts))

@@ -18,14 +18,14 @@ def filled(make_linear, kit):
 
 
 def snapshot(cache):
-    return [layer.state.clone().tensors() for layer in cache.layers]
+    return [layer.state.clone()._asdict() for layer in cache.layers]
 
 
 def same(cache, tensors):
     return all(
         torch.equal(now, before[name])
         for layer, before in zip(cache.layers, tensors, strict=True)
-        for name, now in layer.state.tensors().items()
+        for name, now in layer.state._asdict().items()
     )
 
 
@@ -81,7 +81,7 @@ def test_decoding_writes_in_place_only_without_autograd(filled):
     held = [layer.state for layer in cache.layers]
     out = model(input_ids[:, 11:12], past_key_values=cache, use_cache=True)
     for state, tensors in zip(held, before, strict=True):
-        assert all(torch.equal(state.tensors()[name], tensor) for name, tensor in tensors.items())
+        assert all(torch.equal(state._asdict()[name], tensor) for name, tensor in tensors.items())
     # the state now belongs to a graph: decoding on without autograd must not overwrite what backward needs
     with torch.no_grad():
         model(input_ids[:, 12:13], past_key_values=cache)

@@ -169,7 +169,7 @@ def alone(
         y, after = whole.run("reference", **options | {"return_state": True})
         assert after is not None
         outputs.append(y[:, :, past[n + 1] - past[n] :])
-        states.append(after.values())
+        states.append(after)
     outputs.append(torch.zeros_like(case.q[:, :, int(cu_seqlens[-1]) :]))
     return torch.cat(outputs, dim=2), HybridState(*map(torch.cat, zip(*states, strict=True)))
 
@@ -216,7 +216,7 @@ def results(
         y, after = case.run(backend, state=state, **options)
     found = {"output": y}
     if after is not None and options.get("return_state"):
-        found |= {f"after.{name}": x for name, x in after.tensors().items()}
+        found |= {f"after.{name}": x for name, x in after._asdict().items()}
     if gradients:
         generator = torch.Generator().manual_seed(1)
         loss = torch.zeros((), device=y.device)
@@ -299,12 +299,12 @@ def decode(
     for t in range(case.tokens):
         position = state.position
         if mask is not None:
-            state = replace(state, position=torch.where(mask[:, t], position, -1))
+            state = state._replace(position=torch.where(mask[:, t], position, -1))
         y, after = step(case.part(t, t + 1), state=state, **options)
         assert after is not None
         state = after
         if mask is not None:
-            state = replace(state, position=torch.where(mask[:, t], after.position, position))
+            state = state._replace(position=torch.where(mask[:, t], after.position, position))
         outputs.append(y)
     return torch.cat(outputs, dim=2), state
 
@@ -324,7 +324,7 @@ def check_decoding(case: Case, step: Callable = triton_step, *, mask: Tensor | N
     real = torch.ones(case.q.shape[::2], dtype=torch.bool, device=DEVICE) if mask is None else mask
     y_row, after = alone(*packed(exact(case), real), **options)
     expected = unpacked(y_row, real)
-    found = {f"output of step {t}": y[:, :, t] for t in range(y.shape[2])} | state.joined().tensors()
-    right = {f"output of step {t}": expected[:, :, t] for t in range(y.shape[2])} | after.tensors()
+    found = {f"output of step {t}": y[:, :, t] for t in range(y.shape[2])} | state.joined()._asdict()
+    right = {f"output of step {t}": expected[:, :, t] for t in range(y.shape[2])} | after._asdict()
     assert_near(found, right, case.q.dtype)
     assert torch.equal(state.position, after.position)

@@ -60,7 +60,7 @@ def test_decoding(apart):
 
     def run(place):
         y, after = case.with_qkv(place).run("triton", state=state.clone(), return_state=True)
-        return y, after.tensors()
+        return y, after._asdict()
 
     torch.testing.assert_close(run(apart), run(torch.clone), rtol=0, atol=0)
 

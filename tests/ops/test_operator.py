@@ -217,8 +217,8 @@ def test_any_split_is_the_whole(config):
             begin += size
         row, cu_seqlens = packed(case, mask_BT)
         y, after = alone(row, cu_seqlens)
-        found = {"y": torch.cat(outputs, dim=2)} | state.tensors()
-        assert_near(found, {"y": unpacked(y, mask_BT)} | after.tensors(), torch.float64)
+        found = {"y": torch.cat(outputs, dim=2)} | state._asdict()
+        assert_near(found, {"y": unpacked(y, mask_BT)} | after._asdict(), torch.float64)
 
 
 @pytest.mark.parametrize("config", ["terraced 4 map=t2r", "terraced 48 sinks=3 cap=70", "sliding 8 sinks=2 map=None"])
@@ -386,23 +386,23 @@ def test_steps_write_their_state_and_no_other_call_does(backend, config):
     case.part(12, 14).run(backend, state=state, return_state=True)
     with torch.enable_grad():
         now.run(backend, state=state, return_state=True)
-    now.run(backend, state=replace(state, z=before.z.clone(), S=state.S.clone().requires_grad_()), return_state=True)
+    now.run(backend, state=state._replace(z=before.z.clone(), S=state.S.clone().requires_grad_()), return_state=True)
     with torch.inference_mode():
         y_inference, inferred = now.run(backend, state=state.clone(), return_state=True)
         kept = state.clone()
     now.run(backend, state=kept, return_state=True)
-    for name, x in before.tensors().items():
-        assert torch.equal(state.tensors()[name], x), f"the given state.{name} changed"
-        assert torch.equal(kept.tensors()[name], x), f"inference mode's state.{name} changed"
+    for name, x in before._asdict().items():
+        assert torch.equal(state._asdict()[name], x), f"the given state.{name} changed"
+        assert torch.equal(kept._asdict()[name], x), f"inference mode's state.{name} changed"
     y, after = now.run(backend, state=state, return_state=True)
     strided, same = replace(now, q=now.q.contiguous(), k=now.k.clone()).run(backend, state=other, return_state=True)
     assert torch.equal(y, strided)
     assert torch.equal(y, y_inference)
     assert not torch.equal(before.position, state.position)
-    for name, x in after.tensors().items():
-        assert x.data_ptr() == state.tensors()[name].data_ptr(), name
-        assert torch.equal(x, same.tensors()[name]), name
-        assert torch.equal(x, inferred.tensors()[name]), name
+    for name, x in after._asdict().items():
+        assert x.data_ptr() == state._asdict()[name].data_ptr(), name
+        assert torch.equal(x, same._asdict()[name]), name
+        assert torch.equal(x, inferred._asdict()[name]), name
     assert after.nbytes == before.nbytes
 
 
@@ -457,8 +457,8 @@ def test_cuda_graphs(config):
         outputs.append(y.clone())
     state.position.copy_(position)
     assert torch.equal(torch.cat(outputs, dim=2), expected)
-    for part, tensor in state.tensors().items():
-        assert torch.equal(tensor, after.tensors()[part]), part
+    for part, tensor in state._asdict().items():
+        assert torch.equal(tensor, after._asdict()[part]), part
 
 
 # --- sums in two 16-bit planes ---------------------------------------------------------------------------------------

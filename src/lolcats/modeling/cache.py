@@ -318,7 +318,7 @@ class HybridCacheLayer(AttentionCacheLayer):
             used = rows.row_B.to(self.state.S.device)
         state = self.state.map(lambda x: x[used])
         if not rows.step:
-            state.position, _ = rows.on(len(state.position), state.position.device)
+            state = state._replace(position=rows.on(len(state.position), state.position.device)[0])
         return state
 
     def advance(self, state: HybridState | None, rows: Rows, tokens: int) -> None:
@@ -334,13 +334,13 @@ class HybridCacheLayer(AttentionCacheLayer):
     @property
     def buffers(self) -> dict[str, Tensor]:
         assert self.state is not None
-        return {name: x for name, x in self.state.tensors().items() if name != "position"}
+        return {name: x for name, x in self.state._asdict().items() if name != "position"}
 
     def made(self, rows: Rows) -> dict[str, Tensor]:
         assert self.state is not None
         assert self._made is not None
         made, self._made = self._made.stored_as(self.state.S), None
-        return {name: made.tensors()[name] for name in self.buffers}
+        return {name: getattr(made, name) for name in self.buffers}
 
     def held(self, row: int, length: int) -> tuple[Any, ...]:
         return (row,)

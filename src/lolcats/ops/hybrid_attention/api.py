@@ -131,9 +131,9 @@ def _one_by_one(
     outputs, states = [], []
     for n, (begin, end) in enumerate(pairwise(borders := cu_seqlens.tolist())):
         q, k, v = (x[:, :, begin:end] for x in (q_1HTD, k_1GTD, v_1GTD))
-        y, after = attend(q, k, v, config, params, state=HybridState(*(x[n : n + 1] for x in before.values())))
+        y, after = attend(q, k, v, config, params, state=HybridState(*(x[n : n + 1] for x in before)))
         outputs.append(y)
-        states.append(after.values())
+        states.append(after)
     outputs.append(torch.zeros_like(q_1HTD[:, :, borders[-1] :]))
     return torch.cat(outputs, dim=2), HybridState(*map(torch.cat, zip(*states, strict=True)))
 

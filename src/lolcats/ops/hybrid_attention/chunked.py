@@ -17,7 +17,6 @@ key/value or state head) x c.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -171,7 +170,7 @@ def _piece(
         )
         parts.append((numerator, denominator))
         if need_state:
-            after = replace(after, S=S, z=z)
+            after = after._replace(S=S, z=z)
     numerators, denominators = zip(*parts, strict=True)
     y_BHTD = grid.pick(quotient(sum(numerators[1:], numerators[0]), sum(denominators[1:], denominators[0])))
     return y_BHTD.to(q_BHTD.dtype), after

@@ -25,7 +25,7 @@ from lolcats.ops.hybrid_attention.state import HybridState
 
 def page_parts(state: HybridState, dtype: torch.dtype) -> dict[str, Tensor]:
     """The parts of a page, in order, as the state of one sequence of a model of this type has them, also on "meta"."""
-    parts = state.as_steps_keep(dtype).tensors()
+    parts = state.as_steps_keep(dtype)._asdict()
     return {name: x[0] for name, x in parts.items() if name != "position"}
 
 
@@ -56,7 +56,7 @@ class StatePages:
         """Put states into the given pages, which are all different."""
         state = state.stored_as(self.views["S"])
         for name, view in self.views.items():
-            view[page_B] = state.tensors()[name]
+            view[page_B] = getattr(state, name)
 
 
 class PagedBatch:

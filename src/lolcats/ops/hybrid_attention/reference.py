@@ -5,8 +5,6 @@ Quadratic, differentiable, and of whole sequences alone. It shares nothing with 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -62,8 +60,7 @@ def reference(
         return old_BGCD.index_copy(2, tokens_J % max(old_BGCD.shape[2], 1), new_BGTD[:, :, tokens_J])
 
     latest, first = j[max(T - config.capacity, 0) :], j[: config.sinks]
-    after = replace(
-        state,
+    after = state._replace(
         k=put(latest, k_BGTD, state.k),
         v=put(latest, v_BGTD, state.v),
         sink_k=put(first, k_BGTD, state.sink_k),
@@ -79,7 +76,7 @@ def reference(
         linear = (phi_q_BHTF @ phi_k_BSTF.repeat_interleave(repeats, 1).mT).masked_fill(~linear_TT, 0.0)
         weight, denominator = weight + linear, denominator + linear.sum(-1, keepdim=True)
         left_BSTF = phi_k_BSTF * linear_TT[-1][:, None]  # of the keys that are linear for the last query
-        after.S, after.z = left_BSTF.mT @ v[:, ::repeats], left_BSTF.sum(-2)
+        after = after._replace(S=left_BSTF.mT @ v[:, ::repeats], z=left_BSTF.sum(-2))
     return (weight @ v / denominator.clamp_min(DENOMINATOR_FLOOR)).to(q_BHTD.dtype), after
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
 
-@dataclass
-class HybridState:
+class HybridState(NamedTuple):
     """State after `position` tokens of each sequence. Its size does not depend on `position`.
 
     Attributes:
@@ -37,37 +35,30 @@ class HybridState:
     sink_v: Tensor
     position: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(vars(self))
-
-    def values(self) -> tuple[Tensor, ...]:
-        """The tensors alone; PyTorch 2.11 compiles this, but not `vars`."""
-        return self.S, self.z, self.k, self.v, self.sink_k, self.sink_v, self.position
-
-    def map(self, function) -> HybridState:
+    def map(self, function: Callable[[Tensor], Tensor]) -> HybridState:
         """Apply `function` to every tensor."""
-        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
+        return HybridState(*map(function, self))
 
     def clone(self) -> HybridState:
         return self.map(torch.clone)
 
     def joined(self) -> HybridState:
         """With S [B, S, F, D]; itself, if it is."""
-        return replace(self, S=join_sums(self.S)) if in_planes(self.S) else self
+        return self._replace(S=join_sums(self.S)) if in_planes(self.S) else self
 
     def stored_as(self, S: Tensor) -> HybridState:
         """With its S in planes, if the given one is, else without."""
-        return replace(self, S=split_sums(self.S) if in_planes(S) else join_sums(self.S))
+        return self._replace(S=split_sums(self.S) if in_planes(S) else join_sums(self.S))
 
     def as_steps_keep(self, dtype: torch.dtype) -> HybridState:
         """With S as the decoding kernel keeps it for a model of this type: in planes for 16 bits; itself, if it is."""
         if dtype.itemsize > 2:
             return self.joined()
-        return self if in_planes(self.S) else replace(self, S=split_sums(self.S))
+        return self if in_planes(self.S) else self._replace(S=split_sums(self.S))
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.values())
+        return sum(tensor.nbytes for tensor in self)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -120,8 +111,7 @@ def push_tokens(
             found_NGCD = new_BGTD[0].transpose(0, 1)[index_NC].transpose(1, 2)
         return torch.where(is_new_NC[:, None, :, None], found_NGCD.to(old_NGCD.dtype), old_NGCD)
 
-    return replace(
-        state,
+    return state._replace(
         k=gather(ring, state.k, k_BGTD),
         v=gather(ring, state.v, v_BGTD),
         sink_k=gather(sinks, state.sink_k, k_BGTD),

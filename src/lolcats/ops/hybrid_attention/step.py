@@ -38,7 +38,7 @@ def step(
         _write(buffer, position_B % max(config.capacity, 1), new, real_B)
     for buffer, new in ((state.sink_k, k_BG1D), (state.sink_v, v_BG1D)):
         _write(buffer, position_B.clamp_max(config.sinks - 1), new, real_B & (position_B < config.sinks))
-    state.position += real_B
+    state.position.add_(real_B)
 
     q, groups = q_BH1D.to(dtype), state.k.shape[1]
     numerator = denominator = q.new_zeros(())
@@ -88,8 +88,8 @@ def _fold_leaving(
         leaves_BL = starts_B[:, None] & (position_BL >= config.sinks)
     keys, values = (dense(x, dtype).to(state.S.dtype) for x in (keys, values))
     phi_BSLF = key_features(keys, config, params) * leaves_BL[:, None, :, None]
-    state.S += phi_BSLF.mT @ repeat_heads(values, phi_BSLF.shape[1])
-    state.z += phi_BSLF.sum(-2)
+    state.S.add_(phi_BSLF.mT @ repeat_heads(values, phi_BSLF.shape[1]))
+    state.z.add_(phi_BSLF.sum(-2))
 
 
 def _slots(state: HybridState, slot_BL: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,18 +97,6 @@ class RowStrides(NamedTuple):
     sinks: int
 
 
-class StateParts(NamedTuple):
-    """Tensors of a `HybridState`, in their order."""
-
-    S: Any
-    z: Any
-    k: Any
-    v: Any
-    sink_k: Any
-    sink_v: Any
-    position: Any
-
-
 class Places(NamedTuple):
     """Where the states lie, and whose they are.
 
@@ -118,7 +106,7 @@ class Places(NamedTuple):
 
     page: Any
     heads: Any
-    state: StateParts
+    state: HybridState
     strides: RowStrides
 
 
@@ -137,10 +125,10 @@ def triton_step(
     Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
     split in planes; the returned state has the copies.
     """
-    if not all(x.is_contiguous() for x in state.values()):
+    if not all(x.is_contiguous() for x in state):
         state = state.map(torch.Tensor.contiguous)
     state = state.as_steps_keep(q_BH1D.dtype)
-    return _launch_step(q_BH1D, k_BG1D, v_BG1D, config, params, StateParts(*state.values())), state
+    return _launch_step(q_BH1D, k_BG1D, v_BG1D, config, params, state), state
 
 
 def paged_step(
@@ -166,7 +154,7 @@ def paged_step(
         heads_G: int64, the key/value heads that have states and parameters, where q, k, v and y have others beside
             them, which are not read or written; None: all.
     """
-    state = StateParts(*(parts.get(name, position_B) for name in StateParts._fields))
+    state = HybridState(**parts, position=position_B)
     _launch_step(q_BH1D, k_BG1D, v_BG1D, config, params, state, page_B, y_BH1D, heads_G)
 
 
@@ -176,7 +164,7 @@ def _launch_step(
     v: Tensor,
     config: AttentionConfig,
     params: HybridParams,
-    state: StateParts,
+    state: HybridState,
     page: Tensor | None = None,
     y: Tensor | None = None,
     table: Tensor | None = None,

@@ -9,7 +9,6 @@ Importing this module needs Triton.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ def triton_attention(
     if config.feature_map is not None:
         assert S is not None
         assert z is not None
-        after = replace(after, S=S, z=z)
+        after = after._replace(S=S, z=z)
     return y_BHTD, after
 
 

@@ -37,7 +37,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     found = [_attention_table(having["attention"])] if having["attention"] else []
     if having["tasks"]:
         found.append(_task_table(having["tasks"], report["settings"]["limit"]))
-    for name in ("recall", "ruler", "passkey"):
+    for name in ("recall", "passkey"):
         if measured := [row for row in rows if name in row]:
             found.append(_recall_table(measured, name))
     if cells := [(row["model"], row["perplexity"]) for row in having["perplexity"]]:
@@ -88,7 +88,7 @@ def _recall_table(rows: list[dict[str, Any]], name: str) -> Table:
             found = {item["length"]: item for item in row[name] if item["kind"] == kind}
             cells = [_number(found[n]["accuracy"], found[n]["stderr"]) if n in found else "-" for n in lengths]
             body.append([kind, row["model"], *cells])
-    title = {"recall": "Recall", "ruler": "RULER", "passkey": "Passkeys"}[name]
+    title = {"recall": "Recall", "passkey": "Passkeys"}[name]
     return (f"{title} (percent) by tokens of the text", ["task", "model", *map(str, lengths)], body)
 
 

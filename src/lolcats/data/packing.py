@@ -172,39 +172,6 @@ def _by_size(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
-def token_stream(
-    config: DataSection,
-    source: sources.OpenSource,
-    rows: Any,
-    first_row: int,
-    tokenizer: Any,
-    bar: Progress,
-    max_tokens: int | None = None,
-) -> tuple[TokenStream, str]:
-    """Rows of one source as tokens, and their format.
-
-    Args:
-        first_row: number of the first of `rows` in the source, for messages.
-        max_tokens: stop there.
-    """
-    form = sources.detect_format(source.source, list(rows.column_names))
-    if form in sources.GENERATED:
-        return retrieval_stream(config, source.source, rows["index"], tokenizer, bar), form
-    column, name = source.source.text_column or "text", source.source.path
-    only = source.source.format != "auto" or source.source.text_column is not None
-    template = templates.records(form, tokenizer, column, only)
-    used = {column, templates.CONTINUES, *(() if form == "text" and only else templates.COLUMNS)}
-    rows = rows.select_columns([column for column in rows.column_names if column in used])
-    task = bar.add_task(f"tokenising {Path(name).name}", total=len(rows))
-    documents = read_documents(
-        rows, template, name=name, first_row=first_row, advance=lambda count: bar.advance(task, count)
-    )
-    loss_on = source.source.loss_on or config.loss_on
-    stream = tokenise(documents, tokenizer, loss_on=loss_on, max_tokens=max_tokens)
-    bar.update(task, completed=len(rows))
-    return stream, form
-
-
 def retrieval_stream(
     config: DataSection, source: DataSource, indices: Sequence[int], tokenizer: Any, bar: Progress
 ) -> TokenStream:
@@ -233,15 +200,31 @@ def pack_rows(
     max_tokens: int | None = None,
     pad: bool = False,
 ) -> PackedDataset:
-    """Template, tokenise and pack rows of one source; `info` holds its counts."""
-    stream, form = token_stream(config, source, rows, first_row, tokenizer, bar, max_tokens)
-    packed = pack(
-        stream,
-        config.sequence_length,
-        begin_with=begin_token(tokenizer) if config.begin_token else None,
-        pad_with=tokenizer.eos_token_id if pad else None,
-    )
-    return replace(packed, info={"path": source.source.path, "format": form} | packed.info)
+    """Template, tokenise and pack rows of one source; `info` holds its counts.
+
+    Args:
+        first_row: number of the first of `rows` in the source, for messages.
+        max_tokens: stop there.
+        pad: fill the last sequence up.
+    """
+    given, name = source.source, source.source.path
+    form = sources.detect_format(given, list(rows.column_names))
+    if form in sources.GENERATED:
+        stream = retrieval_stream(config, given, rows["index"], tokenizer, bar)
+    else:
+        column, only = given.text_column or "text", given.format != "auto" or given.text_column is not None
+        template = templates.records(form, tokenizer, column, only)
+        used = {column, templates.CONTINUES, *(() if form == "text" and only else templates.COLUMNS)}
+        rows = rows.select_columns([column for column in rows.column_names if column in used])
+        task = bar.add_task(f"tokenising {Path(name).name}", total=len(rows))
+        documents = read_documents(
+            rows, template, name=name, first_row=first_row, advance=lambda count: bar.advance(task, count)
+        )
+        stream = tokenise(documents, tokenizer, loss_on=given.loss_on or config.loss_on, max_tokens=max_tokens)
+        bar.update(task, completed=len(rows))
+    begin, end = begin_token(tokenizer) if config.begin_token else None, tokenizer.eos_token_id if pad else None
+    packed = pack(stream, config.sequence_length, begin_with=begin, pad_with=end)
+    return replace(packed, info={"path": name, "format": form} | packed.info)
 
 
 def begin_token(tokenizer: Any) -> int:

@@ -8,7 +8,6 @@ before everything that can be refused has been checked. Each stage is a function
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,10 @@ from lolcats.data import build_datasets
 from lolcats.data.build import moved
 from lolcats.data.cache import content_hash
 from lolcats.data.retrieval import retrieval_dataset
-from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_bytes, cache_report, heads_in_budget
+from lolcats.modeling.cache_size import cache_report, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
-from lolcats.modeling.heads import by_layer
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise import jobs
@@ -48,7 +45,6 @@ from lolcats.training.loop import train
 from lolcats.training.progress import Progress
 
 GATE_TEXTS = 32  # for the validation of gates
-CURVE_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
 
 
 def linearize(
@@ -89,60 +85,6 @@ def linearize(
         choose_heads(run)
         export_model(run, train_stage_2(run))
         return run.report
-
-
-@dataclass(frozen=True)
-class HeadChoice:
-    """What gates say about exact heads.
-
-    Attributes:
-        gates: of each layer's KV heads.
-        chosen: the heads that become exact, by layer.
-        counts, divergences, cache_bytes: numbers of exact heads; the divergence from the softmax model with so many, in
-            nats a token of retrieval texts; and the size of a sequence's cache at `REPORTED_TOKENS` tokens.
-    """
-
-    gates: dict[int, list[float]]
-    chosen: dict[int, list[int]]
-    counts: list[int]
-    divergences: list[float]
-    cache_bytes: list[int]
-
-
-def select_heads(folder: Path, *, budget: str | None = None, console: Console | None = None) -> HeadChoice:
-    """What a budget of exact heads buys in a run of `linearize` that chose heads by gates; its model is not changed.
-
-    Args:
-        folder: the run's output; a run that is not finished is continued up to its gates.
-        budget: as `attention.exact`; None: the run's own.
-
-    Raises:
-        UserError: there is no such run, or as `linearize`.
-    """
-    if not (folder / "run" / "config.yaml").is_file():
-        raise UserError(
-            f"{folder} has no run/config.yaml: name the output folder of `lolcats linearize`, run/ included"
-        )
-    config = LinearizeConfig.from_yaml(folder / "run" / "config.yaml")
-    budget = budget or config.attention.exact_budget
-    if config.attention.exact_budget is None or budget is None:
-        raise UserError(f"{folder} was made without gates: linearize with a budget, attention.exact=12% say")
-    with open_run(config, folder, console, resume=True) as run:
-        load(run)
-        prepare_data(run)
-        heads_in_budget(run.model.config, budget, run.base_dtype)  # refuses one that buys nothing or all
-        train_stage_1(run, measured=False)
-        stage = learn_gates(run)
-        gates, model = stage.values(), run.model.config
-        ranked = by_gate(gates)
-        chosen = heads_in_budget(model, budget, run.base_dtype, ranked)
-        counts = {0, len(ranked), *(round(share * len(ranked)) for share in CURVE_SHARES)}
-        choices = {count: by_layer(ranked[:count]) for count in counts} | {sum(map(len, chosen.values())): chosen}
-        choices = dict(sorted(choices.items()))
-        with run.console.status("divergence by number of exact heads"):
-            curve = stage.divergences(choices.values())
-        sizes = [cache_bytes(model, REPORTED_TOKENS, run.base_dtype, exact) for exact in choices.values()]
-        return HeadChoice(gates, chosen, list(choices), curve, sizes)
 
 
 # --- model and data -----------------------------------------------------------------------------------------
@@ -275,7 +217,7 @@ def _train(run: Run, stage: TransferStage | GateStage | AdjustStage) -> None:
     stage.release()
 
 
-def train_stage_1(run: Run, *, measured: bool = True) -> None:
+def train_stage_1(run: Run) -> None:
     """Attention transfer, of all layers jointly or block by block; then the model is whole, if stage 2 follows."""
     if "transfer" not in run.sections:
         return
@@ -291,25 +233,19 @@ def train_stage_1(run: Run, *, measured: bool = True) -> None:
                 run.blocks.stream(resume=run.resume or not run.group.is_main)
         if run.config.adjust.enabled:
             load(run, whole=True)
-            if measured:
-                measure(run, "teacher", "softmax")
+            measure(run, "teacher", "softmax")
         with run.group.sync_errors():
             run.report["stages"]["transfer"] = run.blocks.install(run.model)
-    if measured:
-        measure(run, "transfer")
-
-
-def learn_gates(run: Run) -> GateStage:
-    stage = GateStage(run.model, run.sections["gates"], run.data["gates"][1], group=run.group)
-    _train(run, stage)
-    return stage
+    measure(run, "transfer")
 
 
 def choose_heads(run: Run) -> None:
     """As many exact heads as the budget allows, those with the largest gates."""
     budget = run.config.attention.exact_budget
     if "gates" in run.sections and budget is not None:
-        gates = learn_gates(run).values()
+        stage = GateStage(run.model, run.sections["gates"], run.data["gates"][1], group=run.group)
+        _train(run, stage)
+        gates = stage.values()
         chosen = heads_in_budget(run.model.config, budget, run.base_dtype, by_gate(gates))
         run.console.print(heads_picture(gates, chosen))
         run.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}

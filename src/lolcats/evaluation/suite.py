@@ -12,7 +12,6 @@ import torch
 
 from lolcats.data import build_evaluation_dataset
 from lolcats.errors import UserError
-from lolcats.evaluation.effective_length import effective_lengths
 from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, with_begin_token
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.perplexity import dataset_perplexity
@@ -81,9 +80,8 @@ def check(options: EvalOptions) -> None:
     """Raise for what cannot be measured, before any model is loaded."""
     if options.lm_eval_tasks:
         check_names(options.lm_eval_tasks, options.data_dir, options.run_code)
-    for name in ("perplexity", "esl"):
-        if name in options.tasks and options.data is None:
-            raise UserError(f"--tasks {name} measures text: name it with --data")
+    if "perplexity" in options.tasks and options.data is None:
+        raise UserError("--tasks perplexity measures text: name it with --data")
 
 
 def _tasks(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> Any:
@@ -113,18 +111,8 @@ def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> 
     return found | {"begin_token": data.begin_token}
 
 
-def _esl(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    assert options.data is not None  # see check
-    data = with_begin_token(options.data, path, tokenizer)
-    if options.limit is not None:
-        data = data.model_copy(update={"validation_sequences": options.limit})
-    found = effective_lengths(build_evaluation_dataset(data, tokenizer), model, batch_size=options.batch_size)
-    return {"sequence_length": data.sequence_length, "begin_token": data.begin_token, **found}
-
-
 EVALUATIONS: dict[str, Callable[..., Any]] = {
     "perplexity": _perplexity,
     "recall": _recall,
     "passkey": partial(_recall, usual=PASSKEY),
-    "esl": _esl,
 }

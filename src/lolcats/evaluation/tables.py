@@ -43,10 +43,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     if cells := [(row["model"], row["perplexity"]) for row in having["perplexity"]]:
         body = [[name, f"{x['perplexity']:.3f}", f"{x['loss']:.4f}", f"{x['tokens']:,}"] for name, x in cells]
         found.append(("Perplexity", ["model", "perplexity", "loss (nats/token)", "tokens"], body))
-    lengths = [(row["model"], row["esl"]) for row in rows if "esl" in row]
-    body = [[name, *(f"{esl[key]:.0f}" for key in ("mean", "std", "sequences"))] for name, esl in lengths]
-    columns = ["model", "mean", "std", "sequences"]
-    return found + ([("Effective sequence length (sum over queries, tokens)", columns, body)] if body else [])
+    return found
 
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:

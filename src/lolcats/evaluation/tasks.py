@@ -53,7 +53,7 @@ KNOWN_TASKS = {  # by the name of lm-eval's task or group; first the paper's (ar
     "topics": KnownTask("topics", "acc", TOPICS_SHOTS, ("test",), "mmlu"),  # not lm-eval's
 }
 PAPER_NAMES = tuple(KNOWN_TASKS)[:6]
-OWN = ("recall", "passkey", "perplexity", "esl")
+OWN = ("recall", "passkey", "perplexity")
 """Evaluations that are no tasks of lm-eval."""
 
 

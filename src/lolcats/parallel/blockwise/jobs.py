@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from lolcats.config import LinearizeConfig, differences, merge
-from lolcats.conversion import covered_positions, stage_section
+from lolcats.conversion import stage_section
 from lolcats.data import PackedDataset, build_datasets, cache
 from lolcats.data.build import moved
 from lolcats.errors import UserError
@@ -48,7 +48,6 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         raise UserError(f"{folder} is not empty and no job folder; choose another one")
     partial, tokenizer = load_in_parts(config)
     section = stage_section(config, "transfer", partial.model.model)
-    console.print(covered_positions({"transfer": section}, partial.model.model), highlight=False, soft_wrap=True)
     vocabulary = partial.model.config.text_config.vocab_size
     train, validation = build_datasets(section, tokenizer, seed=config.seed, vocabulary=vocabulary)
     data = {"train": train, "validation": validation}

@@ -42,7 +42,7 @@ TRAINING = {
     "Low-rank adjusting: loss",
     "Loss by layer",
 }
-LAYERS = {"Output error", "Share of the linear part", "Weight by distance"}
+LAYERS = {"Output error", "Share of the linear part"}
 
 
 def test_a_card_needs_only_the_report(folder):

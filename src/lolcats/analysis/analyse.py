@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lolcats.config import DataSection
 from lolcats.config.attention import AttentionConfig
@@ -73,38 +72,32 @@ def analyse(
 def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: int = 1) -> dict[str, Any]:
     """layers, mse, mse_heads and linear_share, averaged over all sequences."""
     layers = sorted(index for index, _ in model.linear_layers())
-    # Sums by what is measured and layer: [H] or [bins] float64, and how many sequences or tokens they are of.
-    sums: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    # Sums [H] by layer, and how many sequences or tokens they are of.
+    errors: dict[int, Tensor] = {}
+    shares: dict[int, Tensor] = {}
     counts: dict[str, int] = defaultdict(int)
-    longest = 0
 
-    def add(name: str, layer: int, value_K: Tensor) -> None:
-        old_K = sums[name].get(layer, value_K.new_zeros(0))
-        size = max(len(old_K), len(value_K))  # longer sequences have more bins
-        sums[name][layer] = pad(old_K, (0, size - len(old_K))) + pad(value_K, (0, size - len(value_K))).double()
+    def add(sums: dict[int, Tensor], layer: int, value_H: Tensor) -> None:
+        sums[layer] = sums.get(layer, 0) + value_H.double()
 
     def observe(module: Any, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: Any) -> None:
-        nonlocal longest
         if module is None:
             return
         plain_call = {key: value for key, value in call.items() if key != "sliding_window"}
         error_BHTD = module(q, k, v, **plain_call)[0].float() - y_softmax.float()
-        add("mse", layer_idx, error_BHTD.square().mean(dim=(2, 3)).sum(0))
+        add(errors, layer_idx, error_BHTD.square().mean(dim=(2, 3)).sum(0))
         scores = dict(call)
         params = module.params(*(scores.pop(name) for name in ("sink_logits", "scale", "softcap")))
-        hybrid_NHTT, softmax_NHTT, length_N = attention_weights(q, k, module.config, params, **scores)
+        hybrid_NHTT, _, length_N = attention_weights(q, k, module.config, params, **scores)
         tokens = hybrid_NHTT.shape[-1]
         position_T = torch.arange(tokens, device=q.device)
         real_NT = position_T < length_N[:, None]
         # Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is the linear part's share.
         linear_NHTT = hybrid_NHTT * outside_window(module.config, tokens, q.device)
-        add("share", layer_idx, (linear_NHTT.sum(-1) * real_NT[:, None]).sum((0, 2)))
-        for name, weight in (("hybrid", hybrid_NHTT), ("linear", linear_NHTT), ("softmax", softmax_NHTT)):
-            add(name, layer_idx, by_distance(weight, real_NT))
+        add(shares, layer_idx, (linear_NHTT.sum(-1) * real_NT[:, None]).sum((0, 2)))
         if layer_idx == layers[0]:
             counts["tokens"] += int(real_NT.sum())
             counts["sequences"] += len(q)
-            longest = max(longest, tokens)
 
     call = AttentionCall(mode="softmax", observe=observe)
     for begin in range(0, len(dataset), batch_size):
@@ -113,22 +106,13 @@ def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: in
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
         model.get_decoder()(**inputs, use_cache=False, attention_call=call)
 
-    def mean(name: str, count: str = "tokens") -> list[list[float]]:
-        return [(sums[name][layer] / counts[count]).tolist() for layer in layers]
-
-    errors, shares = mean("mse", "sequences"), mean("share")
+    error_heads = [(errors[layer] / counts["sequences"]).tolist() for layer in layers]
+    share_heads = [(shares[layer] / counts["tokens"]).tolist() for layer in layers]
     return {
         "layers": layers,
-        "mse": [sum(row) / len(row) for row in errors],
-        "mse_heads": errors,
-        "linear_share": {
-            "share": [sum(row) / len(row) for row in shares],
-            "share_heads": shares,
-            "distances": doubling_bins(longest),
-            "by_distance": mean("hybrid"),
-            "linear_by_distance": mean("linear"),
-            "softmax_by_distance": mean("softmax"),
-        },
+        "mse": [sum(row) / len(row) for row in error_heads],
+        "mse_heads": error_heads,
+        "linear_share": {"share": [sum(row) / len(row) for row in share_heads], "share_heads": share_heads},
     }
 
 
@@ -137,27 +121,3 @@ def outside_window(attention: AttentionConfig, tokens: int, device: torch.device
     position_T = torch.arange(tokens, device=device)
     before_window = position_T < attention.window_start(position_T)[:, None]
     return before_window & (position_T >= attention.sinks) & (position_T <= position_T[:, None])
-
-
-def doubling_bins(tokens: int) -> list[list[int]]:
-    """[first, last] of bins of doubling width, of distances: 0, 1, 2-3, 4-7, ... below `tokens`."""
-    bins, first = [[0, 0]], 1
-    while first < tokens:
-        bins.append([first, min(2 * first, tokens) - 1])
-        first *= 2
-    return bins
-
-
-def bin_numbers(value: Tensor) -> Tensor:
-    """Where in `doubling_bins` each whole number >= 0 is."""
-    return torch.frexp(value.double()).exponent.long()  # exact; a GPU's logarithm of 8 is below 3
-
-
-def by_distance(weight_NHTT: Tensor, real_NT: Tensor) -> Tensor:
-    """[bins] float64: sum over real queries, mean over heads, of the weight in each bin of distance."""
-    sum_TT = (weight_NHTT.mean(1) * real_NT[..., None]).sum(0)
-    position_T = torch.arange(len(sum_TT), device=sum_TT.device)
-    distance_TT = position_T[:, None] - position_T
-    total_K = sum_TT.new_zeros(len(doubling_bins(len(sum_TT))), dtype=torch.float64)
-    causal = distance_TT >= 0
-    return total_K.index_add_(0, bin_numbers(distance_TT[causal]), sum_TT[causal].double())

@@ -26,8 +26,6 @@ from lolcats.report import (
 CARD_FILE, CHARTS = "README.md", "charts"
 MARK = "<!-- lolcats report -->"
 """In the card, before what `lolcats report` writes."""
-SOFTMAX = "softmax"
-COLORS = {SOFTMAX: "black", "hybrid": "tab:blue", "its linear part": "tab:orange", "before": "tab:gray"}
 
 Series = dict[str, list[Any]]
 """Label of a line -> its values."""
@@ -100,14 +98,7 @@ def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> lis
     note = "Mean squared error of each layer's output against its own softmax attention, on the same hidden states."
     charts.append(_bars("Output error", note, layers, {"hybrid": analysis["mse"]}, "layer", "MSE", log=True))
     note = "Part of the attention weights' sum that comes from beyond the window, mean over heads and queries."
-    charts.append(_bars("Share of the linear part", note, layers, {"hybrid": share["share"]}, "layer", "share"))
-    series = {SOFTMAX: "softmax_by_distance", "hybrid": "by_distance", "its linear part": "linear_by_distance"}
-    means = {
-        name: [sum(column) / len(layers) for column in zip(*share[key], strict=True)] for name, key in series.items()
-    }
-    note = "Attention weight by distance between query and key, mean over layers, heads and queries."
-    bins = [str(first) if first == last else f"{first}-{last}" for first, last in share["distances"]]
-    return [*charts, _bars("Weight by distance", note, bins, means, "distance", "weight")]
+    return [*charts, _bars("Share of the linear part", note, layers, {"hybrid": share["share"]}, "layer", "share")]
 
 
 def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -129,7 +120,7 @@ def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: st
     width = 0.8 / len(series)
     for place, (label, values) in enumerate(series.items()):
         where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
-        axis.bar(where, values, width, label=label, color=COLORS.get(label, "tab:blue"))
+        axis.bar(where, values, width, label=label, color="tab:gray" if label == "before" else "tab:blue")
     step = math.ceil(len(names) / 16)
     axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
     axis.set_yscale("log" if log else "linear")

@@ -22,7 +22,7 @@ def analyse(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Measure errors and attention by distance, and write FOLDER/analysis.json.
+    """Measure errors and the linear part's share, and write FOLDER/analysis.json.
 
     `lolcats report` shows them. docs/evaluation.md says what each number is.
 

@@ -81,9 +81,9 @@ def batch_losses(
     return {"losses": token_losses(logits_NV, next_BT.flatten())}
 
 
-def batches_of(dataset: PackedDataset, batch_size: int, *, first: int | None = None) -> list[list[int]]:
-    """All sequences, or the first so many, in their order; the last batch may be smaller."""
-    indices = list(range(len(dataset)))[:first]
+def batches_of(dataset: PackedDataset, batch_size: int) -> list[list[int]]:
+    """All sequences in their order; the last batch may be smaller."""
+    indices = list(range(len(dataset)))
     return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
 
 

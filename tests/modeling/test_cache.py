@@ -4,8 +4,8 @@ import pytest
 import torch
 from family_models import TOLERANCE
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
 
+from lolcats.modeling.cache import ExactCacheLayer
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 
 
@@ -100,7 +100,7 @@ def test_modes_do_not_share_a_cache(filled):
         model(input_ids[:, 10:], past_key_values=softmax_cache)
     cache.reset()
     model(input_ids[:, :10], past_key_values=cache, attention_call=SOFTMAX)
-    assert all(type(layer) is DynamicLayer for layer in cache.layers)
+    assert all(type(layer) is ExactCacheLayer for layer in cache.layers)
 
 
 @torch.no_grad()

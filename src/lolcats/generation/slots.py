@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from lolcats.errors import UserError
-from lolcats.modeling.cache import UNBOUNDED, ExactCacheLayer, HybridCacheLayer
+from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall, Rows
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
@@ -34,10 +34,10 @@ class SlotCache(Cache):
     def __init__(self, model: Any, max_slots: int, max_length: int | None) -> None:
         self.max_slots, self.max_length = max_slots, max_length
         self.parts = {}
-        layers: list[Any] = []
         try:
-            for index, layer in enumerate(_after_one_token(model)):
-                layers.append(self._add(str(index), layer))
+            layers = _after_one_token(model)
+            for index, layer in enumerate(layers):
+                self._add(str(index), layer)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"{max_slots} slots do not fit into memory: it ran out after {self.nbytes / 2**30:.1f} GiB."
@@ -47,20 +47,15 @@ class SlotCache(Cache):
         self.lengths = [0] * max_slots
         self.length_S = torch.zeros(max_slots, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
 
-    def _add(self, name: str, layer: Any) -> Any:
-        """The cache layer of one sequence, or ours with what it holds, with a row for each slot."""
+    def _add(self, name: str, layer: Any) -> None:
+        """A layer with a row for each slot, instead of the one that it has."""
         if isinstance(layer, HybridCacheLayer):
             layer.allocate(self.max_slots)
             if layer.exact.keys is not None:
                 self._add(f"{name}.exact", layer.exact)
         else:
-            if not isinstance(layer, ExactCacheLayer):  # but transformers' own
-                own, layer = layer, ExactCacheLayer(layer.is_sliding)
-                layer.keys, layer.values = own.keys, own.values
-                layer.window = own.sliding_window if own.is_sliding else UNBOUNDED
             layer.allocate(self.max_slots, self.max_length)
         self.parts[name] = layer
-        return layer
 
     def _parts(self, kind: type) -> list[Any]:
         return [part for part in self.parts.values() if isinstance(part, kind)]

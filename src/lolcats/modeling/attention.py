@@ -88,10 +88,7 @@ def lolcats_attention(
             k, v = pack(k), pack(v)
         if not where and mask is not None:
             real_BK = _last_columns(mask, k.shape[2]).bool()
-            # transformers' own layer of the cache counts padding in a native window, and so does the original model.
-            counts_padding = sliding_window is not None and linear_attention is None
-            place = torch.arange(k.shape[2], device=k.device) if counts_padding else real_BK.cumsum(1) - 1
-            where = {"position": torch.where(real_BK, place, -1)}
+            where = {"position": torch.where(real_BK, real_BK.cumsum(1) - 1, -1)}
         elif not where and packing is not None:
             where = {"cu_seqlens": packing.documents}
         scoring: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "dropout": dropout}

@@ -53,37 +53,17 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
         layer = None
     if isinstance(layer, StaticLayer):
         raise ValueError("static caches hold buffers of keys, which linear layers do not have: use a DynamicCache")
-    kind = _needed_layer(module, layer, call.mode)
-    if kind is not None and not isinstance(layer, kind):
-        layer = _replacement(index, layer, kind)
-        cache.layers[index : index + 1] = [layer]
-    if isinstance(layer, AttentionCacheLayer):
-        kwargs = kwargs | {ATTENTION_CALL: replace(call, layer=layer)}
-    return args, kwargs
-
-
-def _needed_layer(module: nn.Module, layer: Any, mode: str) -> type | None:
-    """The class of cache layers that a module needs; None: it can use `layer`."""
-    if mode == "softmax":
-        return DynamicLayer if isinstance(layer, HybridCacheLayer) else None
-    if "linear_attention" in module._modules:
-        return HybridCacheLayer
-    if shares_keys(module):  # the earlier layer may hand on only the new ones
-        return ExactCacheLayer
-    attention: Any = getattr(module, "attention_config", None)
-    bounded = attention is not None and (attention.exact_tokens is not None or attention.cache_bits is not None)
-    has_window = getattr(module, "sliding_window", None) is not None or getattr(layer, "is_sliding", False)
-    return ExactCacheLayer if bounded and not has_window else None
-
-
-def _replacement(index: int, layer: Any, kind: type) -> Any:
     if hasattr(layer, "_dequantize"):
         raise ValueError(NOT_QUANTIZED)
-    if layer is not None and (not isinstance(layer, (DynamicLayer, AttentionCacheLayer)) or layer.get_seq_length() > 0):
-        raise ValueError(
-            f"layer {index} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens of another"
-            " model or mode; start with an empty cache"
-        )
-    if kind is DynamicLayer:
-        return DynamicLayer()
-    return kind(getattr(layer, "is_sliding", False))
+    is_linear = call.mode == "hybrid" and "linear_attention" in module._modules
+    kind = HybridCacheLayer if is_linear else ExactCacheLayer
+    if not isinstance(layer, kind):
+        tokens = 0 if layer is None else layer.get_seq_length()
+        if tokens or not isinstance(layer, (DynamicLayer, AttentionCacheLayer, type(None))):
+            raise ValueError(
+                f"layer {index} of the cache is a {type(layer).__name__} with {tokens} tokens of another model or mode;"
+                " start with an empty cache"
+            )
+        layer = kind(getattr(layer, "is_sliding", False))
+        cache.layers[index : index + 1] = [layer]
+    return args, kwargs | {ATTENTION_CALL: replace(call, layer=layer)}

@@ -75,7 +75,7 @@ class AttentionCall:
         packing: which tokens form a sequence, if there is padding or several documents in a row. This and what follows
             is filled in on the way to the attention function.
         rows: which rows of the cache the tokens belong to; None: all, which have no padding.
-        layer: the cache layer that attention adds the tokens to; None: there is none, or the base model has done it.
+        layer: the cache layer that attention adds the tokens to; None: there is no cache.
         operator: computes the attention of a compiled layer.
     """
 

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 
 # forward: no autograd; state: forward, with the state after the last token; step: one token after the others, into
 # the state in place; train: forward and backward with all gradients; stage1: squared error against given outputs,
@@ -86,7 +86,7 @@ def make_inputs(bench: AttentionBench, batch: int, tokens: int, mode: str, devic
             q_weight=torch.randn(bench.heads, D, P, device=device) / math.sqrt(D),
             k_weight=torch.randn(state_heads, D, P, device=device) / math.sqrt(D),
         )
-        if get_feature_map(bench.attention.feature_map).has_bias:
+        if FEATURE_MAPS[bench.attention.feature_map].has_bias:
             params = params._replace(
                 q_bias=torch.zeros(bench.heads, P, device=device), k_bias=torch.zeros(state_heads, P, device=device)
             )

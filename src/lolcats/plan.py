@@ -23,7 +23,7 @@ from lolcats.modeling.cache_size import heads_in_budget, native_window, window_i
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import FAMILIES
 from lolcats.modeling.loading import locate
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.sharding import REPLICATED_SHARE
 from lolcats.training.head import part_size
@@ -127,7 +127,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
     native_L = np.array([min(native_window(model.config, heads) or length, length) for heads in layer_heads])
     blocks = attention.window_blocks - 0.5 if attention.window == "terraced" else 1  # of the window, that a query sees
     window = attention.window_size * blocks + attention.sinks
-    phi = get_feature_map(attention.feature_map) if attention.feature_map else None
+    phi = FEATURE_MAPS[attention.feature_map] if attention.feature_map else None
     columns_L = np.array([attention.feature_dim or phi.default_dim(int(dim)) if phi else 0 for dim in dim_L])
     features_L = columns_L * (phi.multiple if phi else 0)
     states_L = heads_L if attention.share_state == "query_head" else kv_L

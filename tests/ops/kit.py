@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, initial_state
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -111,7 +111,7 @@ def make_case(
         # Values that bfloat16 holds exactly: rounding the weights is not the kernels' error.
         weights = [(normal(n, head_dim, columns) / head_dim**0.5).to(torch.bfloat16).to(wide) for n in owners]
         params = params._replace(q_weight=weights[0], k_weight=weights[1])
-        if get_feature_map(config.feature_map).has_bias:
+        if FEATURE_MAPS[config.feature_map].has_bias:
             biases = [normal(n, columns, of=torch.bfloat16).to(wide) for n in owners]
             params = params._replace(q_bias=biases[0], k_bias=biases[1])
     if sink_logits:  # seldom, and mostly, the largest of a query's scores

@@ -14,7 +14,7 @@ from transformers import initialization as init
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.heads import HeadSplit
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
 
 
@@ -56,7 +56,7 @@ class HybridAttention(nn.Module):
         for name in ("q_weight", "k_weight", "q_bias", "k_bias"):
             self.register_parameter(name, None)
         if config.feature_map is not None:
-            phi = get_feature_map(config.feature_map)
+            phi = FEATURE_MAPS[config.feature_map]
             columns = config.feature_dim or phi.default_dim(head_dim)
             state_heads = num_kv_heads if config.share_state == "kv_head" else num_heads
             self.q_weight = parameter(num_heads, head_dim, columns)

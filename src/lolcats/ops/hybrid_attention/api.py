@@ -15,7 +15,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed, pack
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.reference import reference
@@ -153,7 +153,7 @@ def initial_state(
     state_heads, features, sums = kv_heads, 0, accumulation_dtype(k_BGTD.dtype)
     if config.feature_map is not None and params.k_weight is not None:
         state_heads = params.k_weight.shape[0]
-        features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
+        features = params.k_weight.shape[2] * FEATURE_MAPS[config.feature_map].multiple
     return HybridState(
         S=k_BGTD.new_zeros(sequences, state_heads, features, head_dim, dtype=sums),
         z=k_BGTD.new_zeros(sequences, state_heads, features, dtype=sums),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 
 
@@ -53,14 +53,12 @@ def query_features(q_BHTD: Tensor, config: AttentionConfig, params: HybridParams
     """phi_q [B, H, T, F] in the type of q."""
     assert config.feature_map is not None
     assert params.q_weight is not None
-    bias = None if params.q_bias is None else params.q_bias.to(q_BHTD.dtype)
-    return get_feature_map(config.feature_map)(q_BHTD, params.q_weight.to(q_BHTD.dtype), bias)
+    return FEATURE_MAPS[config.feature_map](q_BHTD, params.q_weight, params.q_bias)
 
 
 def key_features(k_BGTD: Tensor, config: AttentionConfig, params: HybridParams) -> Tensor:
     """phi_k [B, S, T, F] in the type of k."""
     assert config.feature_map is not None
     assert params.k_weight is not None
-    bias = None if params.k_bias is None else params.k_bias.to(k_BGTD.dtype)
     k_BSTD = repeat_heads(k_BGTD, params.k_weight.shape[0])
-    return get_feature_map(config.feature_map)(k_BSTD, params.k_weight.to(k_BGTD.dtype), bias)
+    return FEATURE_MAPS[config.feature_map](k_BSTD, params.k_weight, params.k_bias)

@@ -1,24 +1,27 @@
-"""Feature maps phi: a projection per head followed by an activation.
+"""Feature maps phi(x) = activation(x W + b): a projection per head followed by an activation.
 
-A new map is one small class, an entry in `FEATURE_MAPS`, and its name in `AttentionConfig.feature_map`.
+A new map is an entry in `FEATURE_MAPS`, and its name in `AttentionConfig.feature_map`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class FeatureMap(ABC):
-    """phi(x) = activation(x W + b); stateless, the weights are passed in.
+class FeatureMap(NamedTuple):
+    """A feature map; the weights are passed in.
 
     Attributes:
+        activation: [..., P] -> [..., P * multiple], all entries >= 0.
         multiple: features per column of the projection (2 if the map keeps both signs).
         has_bias: whether the map learns a bias per column.
     """
 
+    activation: Callable[[Tensor], Tensor]
     multiple: int = 1
     has_bias: bool = False
 
@@ -26,42 +29,18 @@ class FeatureMap(ABC):
         """Columns of the projection that give `head_dim` features."""
         return max(head_dim // self.multiple, 1)
 
-    @abstractmethod
-    def activation(self, x_P: Tensor) -> Tensor:
-        """[..., P] -> [..., P * multiple], all entries >= 0."""
-
     def __call__(self, x_HTD: Tensor, weight_HDP: Tensor, bias_HP: Tensor | None = None) -> Tensor:
-        """[..., H, T, D] -> [..., H, T, F] with F = P * multiple."""
-        projected_HTP = x_HTD @ weight_HDP
+        """[..., H, T, D] -> [..., H, T, F] with F = P * multiple, in the type of x."""
+        projected_HTP = x_HTD @ weight_HDP.to(x_HTD.dtype)
         if bias_HP is not None:
-            projected_HTP = projected_HTP + bias_HP[:, None, :]
+            projected_HTP = projected_HTP + bias_HP.to(x_HTD.dtype)[:, None, :]
         return self.activation(projected_HTP)
 
 
-class Hedgehog(FeatureMap):
-    """Softmax over the columns of xW and of -xW, side by side (arXiv:2402.04347)."""
-
-    multiple = 2
-
-    def activation(self, x_P: Tensor) -> Tensor:
-        return torch.cat([x_P.softmax(-1), (-x_P).softmax(-1)], dim=-1)
-
-
-class T2R(FeatureMap):
-    """ReLU with a bias per column (Transformer-to-RNN, arXiv:2103.13076)."""
-
-    has_bias = True
-
-    def activation(self, x_P: Tensor) -> Tensor:
-        return x_P.relu()
-
-
-FEATURE_MAPS: dict[str, FeatureMap] = {"hedgehog": Hedgehog(), "t2r": T2R()}
+FEATURE_MAPS = {
+    # softmax over the columns of xW and of -xW, side by side (arXiv:2402.04347)
+    "hedgehog": FeatureMap(lambda x_P: torch.cat([x_P.softmax(-1), (-x_P).softmax(-1)], dim=-1), multiple=2),
+    # ReLU with a bias per column (Transformer-to-RNN, arXiv:2103.13076)
+    "t2r": FeatureMap(torch.relu, has_bias=True),
+}
 """By the names of `AttentionConfig.feature_map`."""
-
-
-def get_feature_map(name: str) -> FeatureMap:
-    """The map of that name, or ValueError naming the known ones."""
-    if name not in FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {name!r}; known: {', '.join(FEATURE_MAPS)}")
-    return FEATURE_MAPS[name]

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 
 # Kernels whose products feed each other take 4 warps: Triton 3.6 lays such products out for Hopper with all warps along
 # the rows, 16 each, however few rows there are; with 8 warps on 64 rows kernels crashed or had wrong sums.
@@ -138,7 +138,7 @@ class KernelShape(NamedTuple):
         columns: int,
     ) -> KernelShape:
         """The shape of a call; made once for each combination of arguments. `columns`: 1 without a linear part."""
-        halves = 1 if config.feature_map is None else get_feature_map(config.feature_map).multiple
+        halves = 1 if config.feature_map is None else FEATURE_MAPS[config.feature_map].multiple
         sliding = config.window == "sliding" or config.window_size == 0
         inner = sliding or config.window_size % STATE_CHUNK != 0
         return KernelShape(

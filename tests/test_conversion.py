@@ -40,6 +40,10 @@ STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamb
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64, "rotary_dim": 4}
 
 
+def softmax_layers(model):
+    return [layer.index for layer in model.config.layer_heads if layer.is_softmax]
+
+
 def build(model_type, auto=AutoModelForCausalLM, **settings):
     torch.manual_seed(0)
     return auto.from_config(AutoConfig.for_model(model_type, **settings)).eval()
@@ -55,7 +59,7 @@ def test_all_layers_are_linearized_with_their_shapes():
     model = convert(llama(head_dim=16).to(torch.bfloat16).train(), attention)
     assert model.training
     assert model.config.dtype == model.dtype == torch.bfloat16
-    assert model.config.softmax_layers == []
+    assert softmax_layers(model) == []
     assert model.config.layer_heads == [
         LayerHeads(
             index=index,
@@ -79,7 +83,7 @@ def test_all_layers_are_linearized_with_their_shapes():
 def test_exact_layers_and_heads():
     model = convert(llama(), AttentionConfig(exact=[2, "0", "1.1"]))
     assert [layer.exact for layer in model.config.layer_heads] == [(0, 1), (1,), (0, 1)]
-    assert model.config.softmax_layers == [0, 2]
+    assert softmax_layers(model) == [0, 2]
     assert [index for index, _ in model.linear_layers()] == [1]
     assert not hasattr(model.model.model.layers[0].self_attn, "linear_attention")
     for wrong, message in (
@@ -107,7 +111,7 @@ def test_native_sliding_layers(types, policy, linear):
     base = build("qwen2", **SMALL, use_sliding_window=True, sliding_window=4, layer_types=layers)
     model = convert(base, AttentionConfig(sliding_layers=policy))
     assert [index for index, _ in model.linear_layers()] == linear
-    assert model.config.softmax_layers == sorted({0, 1, 2} - set(linear))
+    assert softmax_layers(model) == sorted({0, 1, 2} - set(linear))
 
 
 def test_positions_jump_where_every_layer_knows_the_distances():
@@ -147,7 +151,7 @@ def llama4(no_rope_layers):
 def test_chunked_layers_keep_softmax():
     for policy in ("keep", "linearize"):
         model = convert(llama4([1, 0, 1]), AttentionConfig(sliding_layers=policy))
-        assert model.config.softmax_layers == [0, 2]
+        assert softmax_layers(model) == [0, 2]
     model(torch.arange(6)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
     with pytest.raises(ValueError, match=r"documents in rows of 7 tokens, .* chunks of 6"):
         model(torch.arange(7)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))

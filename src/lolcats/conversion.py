@@ -19,11 +19,12 @@ from transformers.initialization import no_init_weights
 from lolcats.config import DataSection, LinearizeConfig, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
+from lolcats.modeling.attention import ATTENTION_NAME
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
 from lolcats.modeling.loading import Source, locate
-from lolcats.modeling.model import LolcatsForCausalLM, is_linearized
+from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import AttentionLayer, probe
 
 AUTO_OFFSET = 7  # sequences' worth of positions
@@ -203,7 +204,7 @@ def _check_model(model: PreTrainedModel) -> None:
     both_ways = getattr(config, "is_causal", True) is False
     both_ways |= getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # Gemma 4: images
     for is_so, reason in (
-        (is_linearized(model), "it is linearized already"),
+        (config.get_text_config()._attn_implementation == ATTENTION_NAME, "it is linearized already"),
         (config.is_encoder_decoder, "it is an encoder-decoder model; only decoders can be"),
         (own_code, "its code comes with the checkpoint, so that an exported folder could not load it"),
         (

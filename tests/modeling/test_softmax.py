@@ -15,8 +15,6 @@ MASKS = {
     "documents": {"cu_seqlens": torch.tensor([0, 3, 17, 33, 66, 70, 99])},
 }
 SCORES = {"plain": {}, "softcap": {"softcap": 2.0}, "sink logits": {"sink_logits": torch.tensor([0.3, -1.0, 0.0, 2.0])}}
-
-
 WINDOWS = [(None, None), (4, None), (5, 2), (1, 0), (4, 7), (31, 1), (40, 1)]
 
 

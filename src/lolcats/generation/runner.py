@@ -80,13 +80,8 @@ class Runner:
             self.max_length = max_length
         elif model.config.has_exact_heads:
             base = model.config.get_text_config()
-            # Slots hold the last tokens, not those of a chunk: equal within the first one.
             limits = [getattr(base, name, None) for name in ("max_position_embeddings", "attention_chunk_size")]
             self.max_length = max_length or min(x for x in (*limits, DEFAULT_MAX_LENGTH) if x)
-            if limits[1] and self.max_length > limits[1]:
-                raise UserError(
-                    f"max_length={max_length}: the engine takes up to {limits[1]} tokens of a model with chunked layers"
-                )
         self.cache = SlotCache(model, max_slots, self.max_length)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]

@@ -76,10 +76,10 @@ class SlotCache(Cache):
             copy_all([(part.state.position[rows.adjacent], position_B) for part in self._parts(HybridCacheLayer)])
 
     def commit(self, rows: Rows) -> None:
-        """Put what the pass made into its slots."""
+        """Put the states after the pass into its slots; keys and values are there."""
         pairs = []
-        for part in self.parts.values():
-            for name, new in part.made(rows).items():
+        for part in self._parts(HybridCacheLayer):
+            for name, new in part.made().items():
                 stored = part.buffers[name]
                 if rows.adjacent is not None:
                     pairs.append((stored[rows.adjacent], new))

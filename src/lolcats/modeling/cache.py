@@ -269,9 +269,6 @@ class ExactCacheLayer(AttentionCacheLayer):
     def buffers(self) -> dict[str, Tensor]:
         return {"keys": self.keys, "values": self.values}
 
-    def made(self, rows: Rows) -> dict[str, Tensor]:
-        return {}  # `append` has written into the buffers
-
     def held(self, row: int, length: int) -> tuple[Any, ...]:
         """The index, in each buffer, of what a row holds after `length` tokens, oldest first."""
         kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - self.window), length)]
@@ -336,7 +333,8 @@ class HybridCacheLayer(AttentionCacheLayer):
         assert self.state is not None
         return {name: x for name, x in self.state._asdict().items() if name != "position"}
 
-    def made(self, rows: Rows) -> dict[str, Tensor]:
+    def made(self) -> dict[str, Tensor]:
+        """The new contents of a pass's rows in each buffer."""
         assert self.state is not None
         assert self._made is not None
         made, self._made = self._made.stored_as(self.state.S), None

@@ -51,7 +51,8 @@ class CompiledLayers:
             yield
             return
         replaced = self._forwards()
-        before = {part: vars(part).pop("forward") for module in replaced for part in module.modules() if _is_own(part)}
+        own = [part for module in replaced for part in module.modules() if "forward" in vars(part)]
+        before = {part: vars(part).pop("forward") for part in own}
         try:
             for module, forward in replaced.items():
                 vars(module)["forward"] = forward
@@ -132,11 +133,6 @@ def _(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
 
 
 _COMPILED = AttentionCall(operator=_attention_of_layer)
-
-
-def _is_own(module: nn.Module) -> bool:
-    """Whether a module has a forward function that is not its class's."""
-    return "forward" in vars(module)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -99,11 +99,6 @@ class LolcatsConfig(transformers.PreTrainedConfig):
         return [layer for layer in self.layer_heads if not layer.is_softmax]
 
     @property
-    def softmax_layers(self) -> list[int]:
-        """Indices of the layers that keep softmax attention."""
-        return [layer.index for layer in self.layer_heads if layer.is_softmax]
-
-    @property
     def exact_heads(self) -> list[str]:
         """The heads that keep softmax attention, written as in `AttentionConfig.exact`."""
         layers = [layer for layer in self.layer_heads if layer.exact]

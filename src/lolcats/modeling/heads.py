@@ -30,9 +30,6 @@ class HeadSplit:
         self._exact = slice(0 if 0 in self.exact else 1, None, 2)
         self._linear = slice(1 - self._exact.start, None, 2)
 
-    def __repr__(self) -> str:
-        return f"exact={self.exact}"
-
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
         """The exact and the linear heads' parts of `x`, which has all heads in `dim`."""
         pieces = _pieces(x, self._runs, self.num_kv_heads, dim)

@@ -157,7 +157,3 @@ class HybridAttention(nn.Module):
         """`params` from the scoring in `call`, which is taken out; its sink logits are of all of the layer's heads."""
         sinks, scale, softcap = (call.pop(name, None) for name in ("sink_logits", "scale", "softcap"))
         return self.params(None if sinks is None else self.heads.take_linear(sinks, 0), scale, softcap)
-
-    def extra_repr(self) -> str:
-        shape = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-        return f"{self.config}, {shape}, {self.heads}"

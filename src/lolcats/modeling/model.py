@@ -30,11 +30,6 @@ from lolcats.modeling.remote_code import write_code
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
 
-def is_linearized(model: nn.Module) -> bool:
-    """Whether a model's attention has been replaced, whatever the class of the model."""
-    return any(provide_cache_layer in module._forward_pre_hooks.values() for module in model.modules())
-
-
 class LolcatsPreTrainedModel(PreTrainedModel):
     """A base model whose attention layers are (mostly) linear.
 
@@ -108,11 +103,6 @@ class LolcatsPreTrainedModel(PreTrainedModel):
         """(layer index, its `HybridAttention`, or PEFT's wrapper of it) of every linearized layer."""
         for layer in self.config.linear_layers:
             yield layer.index, self.model.get_submodule(layer.module).linear_attention
-
-    def attention_modules(self) -> dict[str, nn.Module]:
-        """The linearized layers' attention modules, by their full name in this model."""
-        names = [f"model.{layer.module}" for layer in self.config.linear_layers]
-        return {name: self.get_submodule(name) for name in names}
 
     @torch.no_grad()
     def set_exact(self, exact: Mapping[int, Sequence[int]]) -> None:

@@ -40,8 +40,9 @@ def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
 def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> list[str]:
     """Full names of the modules that get adapters: those with the roles of `lora_targets` in all linearized layers."""
     names: set[str] = set()
-    for path, attention in model.attention_modules().items():
-        linears = {name for name, child in attention.named_children() if isinstance(child, nn.Linear)}
+    for path in [f"model.{layer.module}" for layer in model.config.linear_layers]:
+        children = model.get_submodule(path).named_children()
+        linears = {name for name, child in children if isinstance(child, nn.Linear)}
         for role in config.lora_targets:
             found = [name for name in _PROJECTIONS[role] if name in linears]
             if not found:

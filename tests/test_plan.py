@@ -94,8 +94,6 @@ def test_what_cannot_be_planned_is_named(tmp_path):
     mixed = {"layer_types": ["linear_attention", "full_attention"]}
     with pytest.raises(UserError, match=r"qwen3_next with layers without attention \(\[0\]\)"):
         count(config_of(folder(tmp_path / "next", "qwen3_next", **mixed)))
-    with pytest.raises(UserError, match="block_mode=jobs"):
-        count(config_of(HUB_IDS["smollm2-135m"], **{"transfer.block_mode": "jobs", "transfer.job_folder": "jobs"}))
     with pytest.raises(UserError, match="longer than the 4096 positions"):
         count(config_of(folder(tmp_path, "llama"), **{"data.sequence_length": 8192}))
 

@@ -21,7 +21,6 @@ from lolcats.checkpoint.write import export, stored_weights
 from lolcats.config import DataSection, LinearizeConfig
 from lolcats.conversion import convert, fit_positions, positions_of, stage_section
 from lolcats.data import build_datasets
-from lolcats.data.build import moved
 from lolcats.data.cache import content_hash
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.evaluation.perplexity import dataset_perplexity
@@ -30,7 +29,6 @@ from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.parallel.blockwise import jobs
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import load_in_parts
 from lolcats.parallel.sharding import load_sharded
@@ -122,14 +120,11 @@ def load(run: Run, *, whole: bool = False) -> None:
 
 def prepare_data(run: Run) -> None:
     """Each stage's training and validation data, and the validation data of `data`, on which all is measured."""
-    config, base, job_folder = run.config, run.model.model, run.config.transfer.job_folder
+    config, base = run.config, run.model.model
     stages = [stage for stage in ("transfer", "adjust") if stage in run.sections]
     with run.group.main_first():  # which fills the cache
         sections: dict[str, DataSection] = {stage: stage_section(config, stage, base) for stage in stages}
         built: dict[str, Splits] = {}
-        if run.in_blocks and config.transfer.block_mode == "jobs" and job_folder is not None:
-            first, held_out = jobs.packed_data(Path(job_folder)).values()
-            built[sections["transfer"].model_dump_json()] = moved(first, sections["transfer"]), held_out
         for stage, section in sections.items():
             key = section.model_dump_json()
             if key not in built:
@@ -174,8 +169,6 @@ def _blocks(run: Run) -> Blocks:
     assert run.partial is not None
     config, data = run.config, dict(zip(("train", "validation"), run.data["transfer"], strict=True))
     identity = run.identity("transfer", data["validation"])
-    if config.transfer.block_mode == "jobs" and config.transfer.job_folder is not None:
-        return jobs.open_blocks(Path(config.transfer.job_folder), config, run.partial, data, identity, run.console)
     return Blocks(config, run.partial, data, run.folder / "transfer", identity, run.console)
 
 
@@ -226,9 +219,8 @@ def train_stage_1(run: Run) -> None:
             TransferStage(run.model, run.sections["transfer"], validation, group=run.group, report=run.console.print),
         )
     else:
-        if run.config.transfer.block_mode == "streaming":
-            with run.group.main_first():
-                run.blocks.stream(resume=run.resume or not run.group.is_main)
+        with run.group.main_first():
+            run.blocks.stream(resume=run.resume or not run.group.is_main)
         if run.config.adjust.enabled:
             load(run, whole=True)
             measure(run, "teacher", "softmax")

@@ -75,8 +75,6 @@ def count(config: LinearizeConfig) -> Model:
     advice = "cannot be planned; measure a short run: lolcats linearize MODEL --max-steps 20"
     if recurrent := recurrent_layers(source):
         raise UserError(f"{source.model_type} with layers without attention ({recurrent}) {advice}")
-    if config.transfer.block_mode == "jobs":
-        raise UserError(f"block_mode=jobs {advice}")
     with torch.device("meta"):
         base: Any = AutoModelForCausalLM.from_config(source, dtype=torch.bfloat16).eval()
     for stage in {"transfer", "adjust"} & set(stages(config)):

@@ -1,11 +1,13 @@
 """Independent jobs over written hidden states equal joint training."""
 
+import shutil
+
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.config import merge
+from lolcats.config import LinearizeConfig, merge, read_yaml
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise import jobs
 from lolcats.pipeline import linearize
@@ -21,58 +23,62 @@ def blocks(*words):
 
 @pytest.fixture(scope="module")
 def prepared(configure, tmp_path_factory):
-    """A job folder of two blocks; its sequences are moved."""
+    """A run of two blocks with their inputs; its sequences are moved."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "recipe.yaml").write_text(configure(**MOVED).to_yaml())
-    done = blocks("prepare", "--recipe", folder / "recipe.yaml", "-o", folder / "jobs")
+    done = blocks("prepare", "--recipe", folder / "recipe.yaml", "-o", folder / "out")
     assert done.exit_code == 0, done.output
-    return folder / "jobs"
+    return folder / "out"
 
 
 def test_blocks_trained_in_any_order_equal_joint_training(configure, different_layers, prepared, tmp_path):
-    assemble = "assemble", prepared, "-o", tmp_path / "out"
-    unfinished = blocks(*assemble)
-    assert (unfinished.exit_code, "2 of 2 blocks" in unfinished.output) == (1, True)
+    output = shutil.copytree(prepared, tmp_path / "out")
     for block in (1, 0, 1):  # finished: nothing to do
-        assert blocks("train", prepared, "--block", block).exit_code == 0
-    assert blocks(*assemble).exit_code == 0
-    linearize(configure(**MOVED), tmp_path / "joint", console=QUIET)
-    assert not different_layers(tmp_path / "out", tmp_path / "joint")
-
-    taken = {"transfer": {"block_mode": "jobs", "job_folder": str(prepared)}, "adjust": ADJUST}
-    report = linearize(configure(**merge(MOVED, taken)), tmp_path / "adjusted", console=QUIET)
+        assert blocks("train", output, "--block", block).exit_code == 0
+    saved = (output / "run/transfer/block-001").rglob("*.safetensors")
+    before = {file: file.stat().st_mtime_ns for file in saved}
+    resumed = read_yaml(output / "run" / "config.yaml")
+    report = linearize(
+        LinearizeConfig.from_dict(merge(resumed, {"adjust": ADJUST})), output, resume=True, console=QUIET
+    )
+    assert before == {file: file.stat().st_mtime_ns for file in before}
     assert report["perplexity"].keys() == {"teacher", "transfer", "adjust"}
     assert len(report["stages"]["transfer"]["blocks"]) == 2
-    other = configure(**merge(merge(MOVED, taken), {"attention": {"window_size": 8}}))
-    with pytest.raises(UserError, match=r"attention.window_size"):
-        linearize(other, tmp_path / "other", console=QUIET)
+    linearize(configure(**MOVED), tmp_path / "joint", console=QUIET)
+    assert not different_layers(output, tmp_path / "joint")
+
+
+def test_a_run_trains_the_blocks_that_no_job_has(configure, different_layers, prepared, tmp_path):
+    output = shutil.copytree(prepared, tmp_path / "out")
+    jobs.train_one(output, 1, QUIET)
+    linearize(LinearizeConfig.from_yaml(output / "run" / "config.yaml"), output, resume=True, console=QUIET)
+    linearize(configure(**MOVED), tmp_path / "joint", console=QUIET)
+    assert not different_layers(output, tmp_path / "joint")
 
 
 def test_foreign_and_incomplete_folders_are_refused(prepared, configure, tmp_path):
-    with pytest.raises(UserError, match="no job folder"):
+    with pytest.raises(UserError, match="holds no run"):
         jobs.train_one(tmp_path, 0, QUIET)
-    taken = {"transfer": {"block_mode": "jobs", "job_folder": str(tmp_path)}}
-    with pytest.raises(UserError, match="no job folder"):
-        linearize(configure(**taken), tmp_path / "out", console=QUIET)
     with pytest.raises(UserError, match=r"--block 2: .* blocks 0 to 1"):
         jobs.train_one(prepared, 2, QUIET)
-    with pytest.raises(UserError, match=r"other settings[\s\S]*transfer.lr"):
-        jobs.prepare(configure(**merge(MOVED, {"transfer": {"lr": 1.0}})), prepared, QUIET)
+    for change in ({"transfer": {"lr": 1.0}}, {"attention": {"window_size": 8}}):
+        with pytest.raises(UserError, match=r"other settings[\s\S]*(transfer.lr|attention.window_size)"):
+            jobs.prepare(configure(**merge(MOVED, change)), prepared, QUIET)
     with pytest.raises(UserError, match="select_by=perplexity needs the whole model"):
-        jobs.prepare(configure(transfer={"select_by": "perplexity"}), tmp_path / "jobs", QUIET)
+        jobs.prepare(configure(transfer={"select_by": "perplexity"}), tmp_path / "out", QUIET)
     (tmp_path / "mine.txt").write_text("")
     with pytest.raises(UserError, match="not empty"):
         jobs.prepare(configure(), tmp_path, QUIET)
 
 
 def test_damage_is_found_and_prepared_again(configure, tmp_path):
-    folder = tmp_path / "jobs"
-    config = configure(transfer={"block_layers": 2})
-    jobs.prepare(config, folder, QUIET)
-    tokens = folder / jobs.DATA_FILE
+    output, config = tmp_path / "out", configure(transfer={"block_layers": 2})
+    jobs.prepare(config, output, QUIET)
+    tokens = output / "run" / "transfer" / jobs.DATA_FILE
     tokens.write_bytes(tokens.read_bytes()[:-4])
-    with pytest.raises(UserError, match=r"packed data .* cannot be read"):
-        jobs.train_one(folder, 0, QUIET)
-    (folder / "inputs" / "block-001-train.rows").unlink()
-    jobs.prepare(config, folder, QUIET)
-    jobs.train_one(folder, 1, QUIET)
+    (rows,) = (output / "run" / "transfer").rglob("block-001-train.rows")
+    rows.unlink()
+    with pytest.raises(UserError, match=r"inputs of block 1 .* not complete"):
+        jobs.train_one(output, 1, QUIET)
+    jobs.prepare(config, output, QUIET)
+    jobs.train_one(output, 1, QUIET)

@@ -12,27 +12,26 @@ from lolcats.cli.options import Model, Overrides, Recipe, Sources, config_option
 
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
 
-prepare writes the hidden states that every block starts from, train trains one block, assemble finishes the run.
+prepare begins a run and writes the hidden states that every block starts from, train trains one block; then `lolcats
+linearize --resume` finishes the run: exact heads by gates, and stage 2, if the configuration has them.
 
 Examples:
 
-  lolcats blocks prepare --recipe llama-3.1-8b --block-layers 8 --set transfer.select_by=loss -o jobs/
+  lolcats blocks prepare --recipe llama-3.1-8b --block-layers 8 --set transfer.select_by=loss -o out/
 
-  lolcats blocks train jobs/ --block 2
+  lolcats blocks train out/ --block 2
 
-  lolcats blocks assemble jobs/ -o out/
+  lolcats linearize -o out/ --resume
 """
 
 blocks = typer.Typer(help=HELP, no_args_is_help=True)
-Folder = Annotated[Path, typer.Argument(help="Folder that `prepare` made.")]
-Device = Annotated[str | None, typer.Option("--device", help="In place of the configuration's.")]
 
 
 @blocks.command()
 @config_options()
 def prepare(
     model: Model = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the jobs.")] = ...,  # type: ignore[assignment]
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the linearized model.")] = ...,  # type: ignore[assignment]
     recipe: Recipe = None,
     data: Sources = None,
     overrides: Overrides = None,
@@ -52,29 +51,12 @@ def prepare(
 
 @blocks.command()
 def train(
-    folder: Folder,
+    folder: Annotated[Path, typer.Argument(help="Folder that `prepare` made.")],
     block: Annotated[int, typer.Option("--block", "-b", min=0, help="Number of the block.")],
-    device: Device = None,
+    device: Annotated[str | None, typer.Option("--device", help="In place of the configuration's.")] = None,
 ) -> None:
     """Train one block, or resume its training; blocks do not wait for one another."""
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
 
     jobs.train_one(folder, block, notes(), device=device)
-
-
-@blocks.command()
-def assemble(
-    folder: Folder,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the linearized model.")],
-    device: Device = None,
-) -> None:
-    """Finish the run with the trained blocks: exact heads by gates, and stage 2, if the configuration has them.
-
-    Without both (`prepare --no-adjust`) the model is written a layer at a time.
-    """
-    quiet_loading_bars()
-    from lolcats.parallel.blockwise import jobs
-    from lolcats.pipeline import linearize
-
-    linearize(jobs.job_config(folder, device), output, resume=True, console=notes())

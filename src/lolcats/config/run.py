@@ -130,7 +130,6 @@ RESUME_MUTABLE_FIELDS = frozenset(
         "gradient_checkpointing",
         "fused_kernels",
         "cuda_graphs",
-        "job_folder",
     }
 )
 """Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""

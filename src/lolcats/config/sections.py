@@ -195,18 +195,14 @@ class TransferSection(OptimSection):
     perplexity of the linearized model, which costs a forward pass with the language-model head."""
     block_layers: int | None = Field(None, ge=1)
     """Linearized layers per block with its own clipping and schedule; null: all layers jointly."""
-    block_mode: Literal["joint", "streaming", "jobs"] = "joint"
+    block_mode: Literal["joint", "streaming"] = "joint"
     """joint: the whole model in memory; streaming: one block of layers at a time, read from the checkpoint when
-    its turn comes; jobs: take the blocks that `lolcats blocks train` trained in `job_folder`."""
-    job_folder: str | None = None
-    """Folder that `lolcats blocks prepare` made."""
+    its turn comes."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> TransferSection:
         if self.enabled and self.mse_factor == 0 and self.xent_factor == 0:
             raise ValueError("mse_factor and xent_factor are both 0: stage 1 would have no loss")
-        if self.block_mode == "jobs" and self.job_folder is None:
-            raise ValueError("block_mode=jobs needs job_folder, the folder with the trained blocks")
         if self.block_mode == "streaming" and self.block_layers is None:
             raise ValueError("block_mode=streaming needs block_layers, the number of layers in memory at a time")
         return self

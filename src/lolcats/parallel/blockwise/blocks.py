@@ -34,6 +34,7 @@ from lolcats.training import loop
 from lolcats.training.attention_transfer import SEQUENCES, TransferStage
 from lolcats.training.checkpoint import finished, list_checkpoints, read_checkpoint, refuse_other_settings
 from lolcats.training.progress import Progress
+from lolcats.training.run_folder import FolderLock
 from lolcats.training.stage import TrainState
 
 
@@ -59,7 +60,6 @@ class Blocks:
         folder: holds one folder of checkpoints per block.
         identity: what decides the result, kept in every checkpoint.
         console: shows progress, and sentences for the user.
-        inputs: folder of the activation caches; None: one in `folder` for this identity.
     """
 
     config: LinearizeConfig
@@ -68,14 +68,13 @@ class Blocks:
     folder: Path
     identity: dict[str, Any]
     console: Console
-    inputs: Path | None = None
     _open: dict[int, dict[str, ActivationCache]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         linear = [index for index, _ in self.partial.model.linear_layers()]
         self.blocks = divide(linear, self.config.transfer.block_layers)
         key = content_hash(self.identity | {"data": [data.info["fingerprint"] for data in self.data.values()]})
-        self.activations = self.inputs or self.folder / f"inputs-{key[:16]}"
+        self.activations = self.folder / f"inputs-{key[:16]}"
         sampler = BatchSampler(len(self.data["train"]), self.config.transfer.batch_size, self.config.seed)
         steps = range(self.config.transfer.total_steps(sampler.steps_per_epoch))
         read = np.unique(np.concatenate([sampler.indices(step) for step in steps]))
@@ -148,16 +147,17 @@ class Blocks:
         outputs = self.caches(self.blocks[block.index + 1]) if write and not block.is_last else None
         with self._stage(block, outputs) as (stage, data):
             if train:
-                loop.train(
-                    stage,
-                    data["train"],
-                    self.config.transfer,
-                    seed=self.config.seed,
-                    directory=self.folder / block.name,
-                    resume=resume,
-                    progress=Progress(self.console),
-                    fingerprint=self._fingerprint(block),
-                )
+                with FolderLock(self.folder / block.name):
+                    loop.train(
+                        stage,
+                        data["train"],
+                        self.config.transfer,
+                        seed=self.config.seed,
+                        directory=self.folder / block.name,
+                        resume=resume,
+                        progress=Progress(self.console),
+                        fingerprint=self._fingerprint(block),
+                    )
             size = self.config.transfer.micro_batch_size
             for split, cache in (outputs or {}).items():  # what training did not write
                 sequences = cache.missing()

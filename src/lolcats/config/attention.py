@@ -167,12 +167,12 @@ class AttentionConfig:
         return self.window_size * (self.window_blocks if self.window == "terraced" else 1)
 
     def window_start(self, position: Any) -> Any:
-        """First key position in the window of a query at `position` (int tensor, any shape); >= 0."""
+        """First key position in the window of a query at `position` (an int, or an int tensor of any shape); >= 0."""
         if self.window == "sliding" or self.window_size == 0:
             start = position - self.window_size + 1
         else:
             start = (position // self.window_size - self.window_blocks + 1) * self.window_size
-        return start.clamp_min(0)
+        return max(start, 0) if isinstance(start, int) else start.clamp_min(0)
 
     def gamma_at(self, gamma: Any, position: Any) -> Any:
         """`gamma` of queries at `position` (int tensor that broadcasts with it), with the length cap's factor."""

@@ -17,7 +17,6 @@ key/value or state head) x c.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,84 +57,59 @@ def chunked(
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`.
 
-    `fresh`: the state is the initial one, so that the grid starts at token 0 of every sequence.
+    `fresh`: the state is the initial one.
     `need_state`: whether the returned state will be used.
     """
-    tokens = q_BHTD.shape[2]
+    tokens, inputs = q_BHTD.shape[2], (q_BHTD, k_BGTD, v_BGTD)
     if tokens == 0:
         return q_BHTD, state
+    positions = ([] if fresh else state.position.tolist()) or [0]
+    if len(set(positions)) > 1:  # blocks begin at other tokens in each row
+        rows = zip(*(x.split(1) for x in (*inputs, *state)), strict=True)
+        found = [chunked(q, k, v, config, params, state=HybridState(*one), fresh=False) for q, k, v, *one in rows]
+        after = HybridState(*map(torch.cat, zip(*(row_state for _, row_state in found), strict=True)))
+        return torch.cat([y_1HTD for y_1HTD, _ in found]), after
     piece = tokens if torch.is_grad_enabled() else PIECE_TOKENS
     outputs = []
     for begin in range(0, tokens, piece):
-        part = slice(begin, begin + piece)
-        y_BHTD, state = _piece(
-            q_BHTD[:, :, part],
-            k_BGTD[:, :, part],
-            v_BGTD[:, :, part],
-            config,
-            params,
-            state,
-            Grid(config, state.position, min(piece, tokens - begin), fresh=fresh and begin == 0),
-            need_state or begin + piece < tokens,
-            shared if tokens <= piece else None,
-        )
+        q, k, v = (x[:, :, begin : begin + piece] for x in inputs)
+        grid = Grid(config, positions[0] + begin, q.shape[2], q.device)
+        needed, own = need_state or begin + piece < tokens, shared if tokens <= piece else None
+        y_BHTD, state = _piece(q, k, v, config, params, state, grid, needed, own)
         outputs.append(y_BHTD)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
 
 
 class Grid:
-    """Where old and new tokens lie on the grid: entry e of sequence b is the token at base_B[b] + e.
+    """Where old and new tokens of sequences lie on the grid: entry e is the token at position base + e.
 
-    The grid of a sequence starts at the first token that is not in the state's sums yet; the first
-    `prior_B` entries come from the state's ring.
+    It starts at the first token that is not in the state's sums yet; the first `prior` entries come from the state's
+    ring. Sums of the keys before `end` are the state after the new tokens.
     """
 
-    def __init__(self, config: AttentionConfig, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
-        self.fresh, self.tokens, self.capacity = fresh, tokens, config.capacity
-        if fresh and config.window_size > tokens:  # all in the window anyhow: no wider grid than needed
+    def __init__(self, config: AttentionConfig, position: int, tokens: int, device: torch.device) -> None:
+        if position == 0 and config.window_size > tokens:  # all in the window anyhow: no wider grid than needed
             config = replaced(config, window_size=tokens)
-        self.config = config
+        self.config, self.tokens = config, tokens
+        self.base, self.end = (config.window_start(end - 1) for end in (position, position + tokens))
+        self.prior = position - self.base
         self.chunk = MIN_CHUNK_TOKENS
         if config.window == "terraced" and config.window_size > 0:
             self.chunk = config.window_size * -(-MIN_CHUNK_TOKENS // config.window_size)
-        entries = tokens if fresh else tokens + self.capacity
-        self.chunks = max(-(-entries // self.chunk), 1)
-        self.entries = self.chunks * self.chunk
-        self.base_B = config.window_start(position_B - 1)
-        self.prior_B = position_B - self.base_B
-        self.index_E = torch.arange(self.entries, device=position_B.device)
+        self.chunks = -(-(self.prior + tokens) // self.chunk)
+        self.position_E = self.base + torch.arange(self.chunks * self.chunk, device=device)
 
     def place(self, new_BHTD: Tensor, ring_BHCD: Tensor | None, dtype: torch.dtype) -> Tensor:
         """New tokens, after those in the ring if given, on the grid: [B, H, E, D] in `dtype`."""
-        if self.fresh:
-            return pad(new_BHTD.to(dtype), (0, 0, 0, self.entries - self.tokens))
-        if ring_BHCD is None or self.capacity == 0:
-            return new_BHTD.to(dtype).take_along_dim(self.token_B1E1, 2)
-        return torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2).take_along_dim(self.source_B1E1, 2)
-
-    @cached_property
-    def picked_B1T1(self) -> Tensor:
-        """The entry of every new token."""
-        return (self.prior_B[:, None] + self.index_E[: self.tokens])[:, None, :, None]
-
-    @cached_property
-    def token_B1E1(self) -> Tensor:
-        """The new token of every entry; any, where there is none."""
-        return (self.index_E - self.prior_B[:, None]).clamp(0, max(self.tokens - 1, 0))[:, None, :, None]
-
-    @cached_property
-    def source_B1E1(self) -> Tensor:
-        """The place of every entry among the ring's slots and then the new tokens."""
-        base_B1E1, prior_B1E1 = (x[:, None, None, None] for x in (self.base_B, self.prior_B))
-        index_E1 = self.index_E[:, None]
-        slot_B1E1 = (base_B1E1 + index_E1) % self.capacity
-        return torch.where(index_E1 < prior_B1E1, slot_B1E1, self.token_B1E1 + self.capacity)
+        x, before = new_BHTD.to(dtype), self.prior
+        if ring_BHCD is not None and before:
+            slots = self.position_E[:before] % ring_BHCD.shape[2]
+            x, before = torch.cat([ring_BHCD.index_select(2, slots).to(dtype), x], dim=2), 0
+        return pad(x, (0, 0, before, len(self.position_E) - before - x.shape[2]))
 
     def pick(self, y_BHED: Tensor) -> Tensor:
         """The new tokens' entries: [B, H, T, D]."""
-        if self.fresh:
-            return y_BHED[:, :, : self.tokens]
-        return y_BHED.take_along_dim(self.picked_B1T1, 2)
+        return y_BHED[:, :, self.prior : self.prior + self.tokens]
 
 
 def _piece(
@@ -165,9 +139,7 @@ def _piece(
         sinks = [dense(x, q_BHTD.dtype).to(dtype) for x in (after.sink_k, after.sink_v)]
         parts.append(_softmax_part(q_BHED, k_BGED, v_BGED, config, params, grid, sinks))
     if config.feature_map is not None:
-        numerator, denominator, S, z = _linear_part(
-            q_BHED, k_BGED, v_BGED, config, params, grid, state, after, need_state
-        )
+        numerator, denominator, S, z = _linear_part(q_BHED, k_BGED, v_BGED, config, params, grid, state, need_state)
         parts.append((numerator, denominator))
         if need_state:
             after = after._replace(S=S, z=z)
@@ -199,21 +171,18 @@ def _softmax_part(
     if config.sinks > 0:
         for found, sinks_BGSD in zip((keys, values), sinks, strict=True):
             found.append(sinks_BGSD[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
-        position_BNc1 = (grid.base_B[:, None] + grid.index_E).view(-1, grid.chunks, c, 1)
-        masks.append(torch.arange(config.sinks, device=position_BNc1.device) <= position_BNc1)
-    width = max(len(mask) for mask in masks)
-    mask_BNcW = torch.cat([mask.expand(width, -1, -1, -1) for mask in masks], dim=-1)
+        position_Nc1 = grid.position_E.view(grid.chunks, c, 1)
+        masks.append(torch.arange(config.sinks, device=position_Nc1.device) <= position_Nc1)
 
     parts = [scores(q_BGNMD, key_BGNWD, params.scale, params.softcap) for key_BGNWD in keys]
     score_BGNRcW = torch.cat(parts, dim=-1).unflatten(3, (heads // kv_heads, c))
     sink = params.sink_logits
     sink_GNRc1 = None if sink is None else sink.to(q_BHED.dtype).view(kv_heads, 1, -1, 1, 1)
-    share_BGNRcW, mass, total = softmax_weights(score_BGNRcW, mask_BNcW[:, None, :, None], sink_GNRc1)
-    position_B1E1 = (grid.base_B[:, None] + grid.index_E)[:, None, :, None]
-    gamma_BHE1 = config.gamma_at(params.gamma.to(q_BHED.dtype)[:, None, None], position_B1E1)
+    share_BGNRcW, mass, total = softmax_weights(score_BGNRcW, torch.cat(masks, dim=-1)[:, None], sink_GNRc1)
+    gamma_HE1 = config.gamma_at(params.gamma.to(q_BHED.dtype)[:, None, None], grid.position_E[:, None])
     mean_BGNMD = share_BGNRcW.flatten(3, 4) @ (torch.cat(values, dim=-2) if len(values) > 1 else values[0])
     mass_BHE1, total_BHE1 = (_unrows(x_BGNRc1.flatten(3, 4), heads) for x_BGNRc1 in (mass, total))
-    return gamma_BHE1 * mass_BHE1 * _unrows(mean_BGNMD, heads), gamma_BHE1 * total_BHE1
+    return gamma_HE1 * mass_BHE1 * _unrows(mean_BGNMD, heads), gamma_HE1 * total_BHE1
 
 
 def _linear_part(
@@ -224,7 +193,6 @@ def _linear_part(
     params: HybridParams,
     grid: Grid,
     state: HybridState,
-    after: HybridState,
     need_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the linear part, S and z after the piece."""
@@ -233,22 +201,23 @@ def _linear_part(
 
     def delay(x_BSED: Tensor) -> Tensor:
         """Move every entry config.reach later, as chunks [B, S, N, c, .]; zeros come in."""
-        delayed = pad(x_BSED[:, :, : max(grid.entries - config.reach, 0)], (0, 0, min(config.reach, grid.entries), 0))
+        entries = x_BSED.shape[2]
+        delayed = pad(x_BSED[:, :, : max(entries - config.reach, 0)], (0, 0, min(config.reach, entries), 0))
         return delayed.unflatten(2, (grid.chunks, c))
 
     if need_state or config.sinks > 0:
         # Only what has left the window at the end may be summed, and sinks never.
-        end_B = config.window_start(after.position - 1) if need_state else grid.base_B + grid.entries
-        position_BE = grid.base_B[:, None] + grid.index_E
-        keep_BE = (position_BE >= config.sinks) & (position_BE < end_B[:, None])
-        phi_k_BSEF = phi_k_BSEF * keep_BE[:, None, :, None]
+        keep_E = grid.position_E >= config.sinks
+        if need_state:
+            keep_E = keep_E & (grid.position_E < grid.end)
+        phi_k_BSEF = phi_k_BSEF * keep_E[:, None]
     phi_k_BSNcF, v_BSNcD = delay(phi_k_BSEF), delay(repeat_heads(v_BGED, state_heads))
 
     phi_q_BSNMF = _rows(query_features(q_BHED, config, params), state_heads, grid)
 
     added_S = _prefix_sums(phi_k_BSNcF.transpose(-1, -2) @ v_BSNcD)
     added_z = _prefix_sums(phi_k_BSNcF.sum(-2))
-    if not grid.fresh:
+    if grid.base:
         added_S = added_S + state.S[:, :, None]
         added_z = added_z + state.z[:, :, None]
     S_BSNFD = added_S[:, :, :-1]
@@ -280,8 +249,8 @@ def _prefix_sums(x_BSNx: Tensor) -> Tensor:
 
 
 def _window_mask(config: AttentionConfig, grid: Grid) -> Tensor:
-    """[B or 1, N, c, c + d] bool: key column u of chunk n is entry n c + u - d."""
-    c, d, device = grid.chunk, config.reach, grid.index_E.device
+    """[N, c, c + d] bool: key column u of chunk n is entry n c + u - d."""
+    c, d, device = grid.chunk, config.reach, grid.position_E.device
     row_c1 = torch.arange(c, device=device)[:, None]
     key_W = torch.arange(c + d, device=device) - d
     if config.window == "sliding":
@@ -291,17 +260,13 @@ def _window_mask(config: AttentionConfig, grid: Grid) -> Tensor:
         key_block = torch.div(key_W, config.window_size, rounding_mode="floor")
         inside_cW = key_block > row_block - config.window_blocks
     inside_cW = inside_cW & (key_W <= row_c1)
-    entry_NW = grid.index_E[::c, None] + key_W
-    exists_BNW = (entry_NW >= 0)[None]
-    if config.sinks > 0:
-        position_BNW = grid.base_B[:, None, None] + entry_NW
-        exists_BNW = exists_BNW & (position_BNW >= config.sinks)
-    return inside_cW & exists_BNW[:, :, None]
+    exists_NW = grid.position_E[::c, None] + key_W >= max(grid.base, config.sinks)
+    return inside_cW & exists_NW[:, None]
 
 
 def _inner_mask(config: AttentionConfig, grid: Grid) -> Tensor | None:
     """[c, c] bool: which delayed keys of a chunk are linear for which of its queries; None: none."""
-    row_c1 = torch.arange(grid.chunk, device=grid.index_E.device)[:, None]
+    row_c1 = torch.arange(grid.chunk, device=grid.position_E.device)[:, None]
     if config.window == "sliding" or config.window_size == 0:
         return row_c1 >= row_c1.T
     if grid.chunk == config.window_size:

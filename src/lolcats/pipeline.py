@@ -265,7 +265,10 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     report["identity"] = content_hash(run.identity("adjust", run.validation) | {"heads": run.model.config.exact_heads})
     report["provenance"] = provenance()
     run.model.config.provenance = report["provenance"] | {"config": report["config"]}
-    report["weights"] = weights_note(config)
+    report["weights"] = None
+    if config.model.load_in_4bit:
+        lora = ", with LoRA merged" if config.adjust.enabled else ""
+        report["weights"] = f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."
     control = config.adjust.enabled and config.adjust.softmax_control
     settings: dict[str, Any] = {"as_base": control}
     if run.partial is not None:
@@ -295,11 +298,3 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     if report["weights"]:
         run.console.print(report["weights"])
     run.console.print(f"written: {run.output} (model, {REPORT_FILE}, run/)")
-
-
-def weights_note(config: LinearizeConfig) -> str | None:
-    """A sentence on what became of weights in 4 bits and LoRA in the written folder; None if they were not."""
-    lora = ", with LoRA merged" if config.adjust.enabled else ""
-    if not config.model.load_in_4bit:
-        return None
-    return f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
@@ -77,7 +76,9 @@ def export(
         try:
             if staging is not None:
                 written = linearized.model if as_base else linearized
-                write_configuration(written, staging)
+                written.save_pretrained(staging, state_dict={})  # configuration, generation settings and code
+                for name in (SINGLE, INDEX):
+                    (staging / name).unlink(missing_ok=True)
                 finish = _finisher(linearized)
 
                 def layer_of(item: tuple[str, Tensor]) -> str:
@@ -160,13 +161,6 @@ def _finisher(model: LolcatsForCausalLM) -> Callable[[str, Tensor], tuple[str, T
         return name, merged.to(tensor.dtype)
 
     return finish
-
-
-def write_configuration(model: PreTrainedModel, folder: Path) -> None:
-    """Configuration, generation settings and code, by `save_pretrained` with no weights; before the weights."""
-    model.save_pretrained(folder, state_dict={})
-    for name in (SINGLE, INDEX):
-        (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager

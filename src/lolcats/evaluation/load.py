@@ -11,12 +11,9 @@ from transformers import PreTrainedModel
 from lolcats.config import DataSection, LinearizeConfig
 from lolcats.conversion import keep_softmax
 from lolcats.errors import UserError
-from lolcats.modeling.cache_size import cache_bytes
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.report import read_report
-
-CACHE_LENGTHS = (1024, 8192, 32768)
 
 
 def load_model(
@@ -48,12 +45,17 @@ def load_model(
 
 def describe(model: Any) -> dict[str, Any]:
     """Type, number of parameters, dtype and, of a linearized model, attention."""
-    return {
+    described = {
         "type": model.config.model_type,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
-        **attention_of(model),
     }
+    if isinstance(model, LolcatsForCausalLM):
+        settings = asdict(model.config.attention)
+        described["attention"] = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()
+        }
+    return described
 
 
 def for_engine(model: Any) -> Any:
@@ -62,21 +64,6 @@ def for_engine(model: Any) -> Any:
         return model if isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
     except UserError:
         return model
-
-
-def cache_bytes_of(model: Any) -> dict[str, dict[str, int]]:
-    """{"cache_bytes": bytes of a sequence by its tokens}; {} of a model that the engine does not run."""
-    if not isinstance(model, LolcatsForCausalLM):
-        return {}
-    return {"cache_bytes": {str(n): cache_bytes(model.config, n, model.dtype) for n in CACHE_LENGTHS}}
-
-
-def attention_of(model: Any) -> dict[str, Any]:
-    """{"attention": what a linearized model's layers compute, as it was loaded}; {} of other models."""
-    if not isinstance(model, LolcatsForCausalLM):
-        return {}
-    settings = asdict(model.config.attention)
-    return {"attention": {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}}
 
 
 def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> DataSection:
@@ -88,15 +75,10 @@ def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> Da
         return data
     from lolcats.data.retrieval import begins_texts  # imports `datasets`, which `lolcats generate` does without
 
-    trained = _trained_on(model)
+    try:
+        report = read_report(Path(model).expanduser()) or {}
+    except UserError:  # it cannot be read
+        report = {}
+    trained = report.get("config", {}).get("data", {})
     begins = trained.get("begin_token", False) if trained else begins_texts(tokenizer)
     return data.model_copy(update={"begin_token": begins})
-
-
-def _trained_on(folder: str | Path) -> dict[str, Any]:
-    """The data section in a linearized folder's report; empty if there is none that can be read."""
-    try:
-        report = read_report(Path(folder).expanduser()) or {}
-    except UserError:
-        return {}
-    return report.get("config", {}).get("data", {})

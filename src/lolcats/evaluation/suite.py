@@ -12,14 +12,17 @@ import torch
 
 from lolcats.data import build_evaluation_dataset
 from lolcats.errors import UserError
-from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, with_begin_token
+from lolcats.evaluation.load import describe, for_engine, with_begin_token
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.evaluation.recall import PASSKEY, RECALL, recall_accuracy
 from lolcats.evaluation.tables import add_averages
 from lolcats.evaluation.tasks import check_names, data_hashes, load_tasks
+from lolcats.modeling.cache_size import cache_bytes
+from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 
+CACHE_LENGTHS = (1024, 8192, 32768)
 Load = Callable[[str], tuple[Any, Any]]
 
 
@@ -55,7 +58,8 @@ def evaluate_models(
         model, tokenizer = load(path)
         row: dict[str, Any] = {"model": path, **describe(model)}
         model = for_engine(model)
-        row |= cache_bytes_of(model)
+        if isinstance(model, LolcatsForCausalLM):
+            row["cache_bytes"] = {str(n): cache_bytes(model.config, n, model.dtype) for n in CACHE_LENGTHS}
         report["models"].append(row)
         for name, part in parts.items():
             torch.manual_seed(options.seed)

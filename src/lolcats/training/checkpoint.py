@@ -65,7 +65,9 @@ def write_checkpoint(
     except (OSError, SafetensorError, UserError) as error:
         shutil.rmtree(hidden, ignore_errors=True)
         kept = f"The previous checkpoint {older[-1]} is intact" if older else "No earlier checkpoint exists"
-        message = f"cannot write {path}: {error}{_free(path)}. {kept}; resume with --resume."
+        with suppress(OSError):
+            kept = f"{shutil.disk_usage(directory).free / 2**20:.0f} MiB are free there. {kept}"
+        message = f"cannot write {path}: {error}. {kept}; resume with --resume."
         raise group.common(UserError(message)) from error
     for old in older if group.is_main else ():
         shutil.rmtree(old, ignore_errors=True)
@@ -83,12 +85,6 @@ def read_checkpoint(path: Path) -> tuple[Tensors, dict[str, Any]]:
         raise UserError(
             f"{path} is damaged: {error}\nMove {path.parent} away to start this stage from its beginning."
         ) from error
-
-
-def _free(path: Path) -> str:
-    with suppress(OSError):
-        return f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there)"
-    return ""
 
 
 # --- which run a folder belongs to ------------------------------------------------------------------------------

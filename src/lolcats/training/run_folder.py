@@ -57,7 +57,8 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
     saved = output / "run" / "config.yaml"
     if resume and saved.exists():
         refuse_changes(saved, config_fingerprint(LinearizeConfig.from_yaml(saved)), config_fingerprint(config))
-    elif not overwrite and _holds_files(output):
+    # a run that was killed at once leaves empty folders
+    elif not overwrite and any(not path.is_dir() and path.name != LOCK_FILE for path in output.rglob("*")):
         missing = f" and holds no run to resume ({saved} does not exist)" if resume else ""
         raise UserError(
             f"{output} is not empty{missing}. Choose another --output, or pass --resume to continue a run, or"
@@ -76,11 +77,6 @@ def claim_folder(config: LinearizeConfig, output: Path, *, overwrite: bool) -> N
         (run / ".config.yaml").replace(run / "config.yaml")
     except OSError as error:
         raise UserError(f"cannot write to {output}: {error}; choose another --output") from error
-
-
-def _holds_files(folder: Path) -> bool:
-    """Whether there is any file in a folder that may not exist; a run killed at once leaves empty folders."""
-    return folder.is_dir() and any(not path.is_dir() and path.name != LOCK_FILE for path in folder.rglob("*"))
 
 
 def take_stages(source: Path, output: Path, names: list[str]) -> None:

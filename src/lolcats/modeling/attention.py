@@ -25,7 +25,10 @@ from lolcats.ops.eight_bits import pack
 from lolcats.ops.packing import Packing
 
 ATTENTION_NAME = "lolcats"
-_OWN_MASK = "masks of one's own with 4 dimensions cannot be expressed in linear attention"
+_OWN_MASK = (
+    "linear attention cannot express masks of one's own with 4 dimensions, which static caches need too: give an"
+    " attention_mask [batch, tokens], and a DynamicCache"
+)
 
 
 def lolcats_attention(
@@ -46,8 +49,7 @@ def lolcats_attention(
     Args:
         module: the attention module.
         query: [B, H, T, D]; key, value: [B, G, K, D], after rotary embedding.
-        attention_mask: what `lolcats_mask` made, [B, 1, 1, K] bool, False for padding; None or an empty one: everything
-            is seen, of packed documents (see `find_sequences`) everything in the query's own.
+        attention_mask: not used; `find_sequences` has said in the `AttentionCall` what is padding or another document.
         dropout: of attention weights. Softmax layers apply it; linear layers have no weights to drop and
             ignore it.
         sliding_window: the layer's native window. Softmax layers keep to it; linear layers have their own.
@@ -61,13 +63,12 @@ def lolcats_attention(
     layer, tokens = call.layer, query.shape[2]
     if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != tokens):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
-        return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
+        return _not_compiled(module, query, key, value, None, s_aux=s_aux, **settings, **kwargs)
     if layer is not None:  # of keys shared with an earlier layer, the new ones
         key, value = key[:, :, -tokens:], value[:, :, -tokens:]
     linear_attention: Any = module._modules.get("linear_attention")  # `getattr` takes ten times as long
     index: Any = module.layer_idx
     hybrid = linear_attention is not None and call.mode == "hybrid"
-    mask = _padding_mask(attention_mask, query)
     packing = None if call.packing is None else call.packing.to(query.device)
     rows = None if layer is None else call.rows or Rows(layer.tokens)
     window, sinks, packed = sliding_window, None, False
@@ -81,16 +82,16 @@ def lolcats_attention(
     def softmax(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, kept: ExactCacheLayer | None) -> Tensor:
         """Of heads with softmax attention, which see these keys after those that `kept` has."""
         where: dict[str, Any] = {}
+        if exact_packed and kept is None:
+            k, v = pack(k), pack(v)
         if kept is not None:
             assert rows is not None
             k, v, where = kept.append(k, v, rows, window, sinks, exact_packed)
-        elif exact_packed:
-            k, v = pack(k), pack(v)
-        if not where and mask is not None:
-            real_BK = _last_columns(mask, k.shape[2]).bool()
-            where = {"position": torch.where(real_BK, real_BK.cumsum(1) - 1, -1)}
-        elif not where and packing is not None:
+        elif packing is not None and packing.documents is not None:
             where = {"cu_seqlens": packing.documents}
+        elif call.rows is not None and call.rows.real_BT is not None:
+            real_BT = call.rows.real_BT.to(k.device)
+            where = {"position": torch.where(real_BT, real_BT.cumsum(1) - 1, -1)}
         scoring: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "dropout": dropout}
         return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **scoring, **where)
 
@@ -161,17 +162,10 @@ def lolcats_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> Tensor | None:
-    """The padding mask that `lolcats_attention` gets, made once per forward pass.
-
-    Causality and native windows are the layers' own business, packed documents that of `find_sequences`.
-
-    Returns:
-        [B, 1, 1, past + q_length] bool, False for padding; None without padding. transformers hands masks with 4
-        dimensions through as they are, so a mask that `generate` made reaches the layers.
+) -> None:
+    """None: causality and native windows are the layers' own business, padding and documents that of `find_sequences`.
 
     Raises:
         ValueError: a mask function of one's own (images whose tokens see each other), or a chunked layer beyond its
@@ -182,13 +176,6 @@ def lolcats_mask(
         raise ValueError(f"layers of this model attend within chunks: it takes up to {chunk} tokens when linearized")
     if use_vmap:
         raise ValueError(_OWN_MASK)
-    if attention_mask is None:
-        return None
-    attention_mask = attention_mask[:, : q_offset + q_length]
-    capturing = attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()  # no values can be read then
-    if not torch.compiler.is_compiling() and not capturing and bool(attention_mask.all()):
-        return None
-    return attention_mask[:, None, None]
 
 
 def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -205,7 +192,8 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     on the host, so that a CUDA graph can hold the pass. An empty mask keeps transformers from reading them.
 
     Raises:
-        ValueError: a hybrid pass, but the attention implementation was changed, which brings softmax attention back.
+        ValueError: a mask that is not [batch, tokens]; a hybrid pass, but the attention implementation was changed,
+            which brings softmax attention back.
     """
     call: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
     name = module.config._attn_implementation  # type: ignore[union-attr]
@@ -218,9 +206,11 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
         return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
-    given = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    if call.rows is not None or len(args) > 2:
+    if call.rows is not None:
         return args, kwargs
+    if len(args) > 1:
+        raise ValueError("only input_ids may be a positional argument of the decoder of a linearized model")
+    given = kwargs.get("attention_mask")
     inputs = args[0] if args else kwargs.get("input_ids")
     batch, tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
     position_ids, cache = kwargs.get("position_ids"), given_cache(kwargs)
@@ -235,19 +225,20 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
 def _without_padding(
     given: Any, cache: Any, tokens: int, position_ids: Tensor | None, call: AttentionCall
 ) -> dict[str, Any]:
-    """The decoder's arguments for what its mask, or one for each kind of layer (`generate`), says of padding."""
-    masks = given.values() if isinstance(given, dict) else (given,)
-    found = [_without_axes(mask) for mask in masks if mask is not None and mask.numel()]
-    mask = max((mask for mask in found if mask.dim() == 2), key=lambda mask: mask.shape[1], default=None)
-    if mask is None:  # those of layers without attention are of the new tokens alone
-        return {}
+    """The decoder's arguments for what its mask says of padding."""
+    if not isinstance(given, Tensor) or given.dim() != 2:
+        raise ValueError(_OWN_MASK)
     past = 0 if cache is None else cache.get_seq_length()
-    mask = mask[:, : past + tokens].bool()
+    mask = given[:, : past + tokens].bool()
     if position_ids is None:
         position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
     if bool(mask.all()):
         return {ATTENTION_CALL: replace(call, rows=Rows(past)), "position_ids": position_ids}
-    packing, rows = Packing.of_mask(mask[:, -tokens:]), Rows.masked(past, _last_columns(mask, past + tokens))
+    if mask.shape[1] < past + tokens:
+        raise ValueError(
+            f"attention_mask has {mask.shape[1]} columns for {past + tokens} tokens: it must cover the cached tokens"
+        )
+    packing, rows = Packing.of_mask(mask[:, past:]), Rows.masked(past, mask)
     return {ATTENTION_CALL: replace(call, packing=packing, rows=rows), "position_ids": position_ids}
 
 
@@ -277,30 +268,6 @@ def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCal
     packing = Packing(borders, documents=borders.cpu())
     no_mask = position_ids.new_empty(batch, 1, 1, 0)  # else transformers would look for borders itself
     return {ATTENTION_CALL: replace(call, packing=packing), "attention_mask": no_mask, "use_cache": False}
-
-
-def _padding_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """[B, past + T], False for padding; None: there is none."""
-    if mask is None or mask.numel() == 0:
-        return None
-    mask = _without_axes(mask.to(query.device))
-    if mask.dim() != 2:
-        raise ValueError(f"expected an attention_mask [batch, tokens], got {list(mask.shape)}: {_OWN_MASK}")
-    return mask
-
-
-def _without_axes(mask: Tensor) -> Tensor:
-    """[B, K], if `mask` is [B, 1, 1, K], as `lolcats_mask` makes them."""
-    return mask[:, 0, 0] if mask.dim() == 4 and mask.shape[1:3] == (1, 1) else mask
-
-
-def _last_columns(mask: Tensor, tokens: int) -> Tensor:
-    """The padding mask of the last `tokens` tokens."""
-    if mask.shape[-1] < tokens:
-        raise ValueError(
-            f"attention_mask has {mask.shape[-1]} columns for {tokens} tokens; it must cover the cached tokens too"
-        )
-    return mask[..., -tokens:]
 
 
 AttentionInterface.register(ATTENTION_NAME, lolcats_attention)

@@ -93,19 +93,19 @@ class CompiledLayers:
 
 
 class _Waiting(threading.local):
-    """The layer that runs: its attention module, mask and cache."""
+    """The layer that runs: its attention module, and its call with the cache."""
 
-    call: tuple[nn.Module, Tensor | None, AttentionCall] | None = None
+    call: tuple[nn.Module, AttentionCall] | None = None
 
 
 _waiting = _Waiting()
 
 
 def _layer(compiled: Callable[..., Any], attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A compiled layer's forward pass, without mask and cache: its attention gets them."""
-    _waiting.call = attention, kwargs["attention_mask"], provide_cache_layer(attention, (), kwargs)[1][ATTENTION_CALL]
+    """A compiled layer's forward pass, without cache: its attention gets it."""
+    _waiting.call = attention, provide_cache_layer(attention, (), kwargs)[1][ATTENTION_CALL]
     given = {name: None if name in CACHE_NAMES else value for name, value in kwargs.items()}
-    return compiled(*args, **given | {"attention_mask": None, ATTENTION_CALL: _COMPILED})
+    return compiled(*args, **given | {ATTENTION_CALL: _COMPILED})
 
 
 @torch.library.custom_op("lolcats::attention_of_layer", mutates_args=())
@@ -121,9 +121,9 @@ def _attention_of_layer(
     """`lolcats_attention` of the layer that runs, as the compiler sees it."""
     if _waiting.call is None:
         raise RuntimeError("the layer has more than one attention")
-    (module, mask, call), _waiting.call = _waiting.call, None
+    (module, call), _waiting.call = _waiting.call, None
     settings = scaling, 0.0, sliding_window, softcap, s_aux
-    return lolcats_attention(module, query, key, value, mask, *settings, attention_call=call)[0]
+    return lolcats_attention(module, query, key, value, None, *settings, attention_call=call)[0]
 
 
 @_attention_of_layer.register_fake

@@ -74,5 +74,6 @@ def _shares_found(model: Any, batch: list[Sample]) -> list[float]:
     shares = []
     for right, sample in zip(right_BK, batch, strict=True):
         numbers = range(sample.answer.max() + 1)
-        shares.append(sum(right[sample.answer[first:] == number].all() for number in numbers) / len(numbers))
+        given = [bool(right[sample.answer[first:] == number].all()) for number in numbers]
+        shares.append(sum(given) / len(given))
     return shares

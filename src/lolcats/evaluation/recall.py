@@ -74,6 +74,5 @@ def _shares_found(model: Any, batch: list[Sample]) -> list[float]:
     shares = []
     for right, sample in zip(right_BK, batch, strict=True):
         numbers = range(sample.answer.max() + 1)
-        given = [bool(right[sample.answer[first:] == number].all()) for number in numbers]
-        shares.append(sum(given) / len(given))
+        shares.append(sum(int(right[sample.answer[first:] == number].all()) for number in numbers) / len(numbers))
     return shares

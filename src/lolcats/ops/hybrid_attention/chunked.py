@@ -39,8 +39,6 @@ from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, 
 MIN_CHUNK_TOKENS = 64
 # Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.
 PIECE_TOKENS = 2048
-# Up to this many chunks, prefix sums are a product with a triangle of ones: faster than cumsum and its backward.
-PREFIX_MATMUL_CHUNKS = 64
 
 
 def chunked(
@@ -240,10 +238,11 @@ def _linear_part(
 
 
 def _prefix_sums(x_BSNx: Tensor) -> Tensor:
-    """[B, S, N, ...] -> [B, S, N + 1, ...]: sums of the first 0, 1, ..., N entries along N."""
+    """[B, S, N, ...] -> [B, S, N + 1, ...]: sums of the first 0, 1, ..., N entries along N.
+
+    A product with a triangle of ones is faster than cumsum and its backward for the few chunks that there are.
+    """
     chunks = x_BSNx.shape[2]
-    if chunks > PREFIX_MATMUL_CHUNKS:
-        return pad(x_BSNx.cumsum(2), (0, 0) * (x_BSNx.dim() - 3) + (1, 0))
     before = torch.ones(chunks + 1, chunks, dtype=x_BSNx.dtype, device=x_BSNx.device).tril(-1)
     return (before @ x_BSNx.flatten(3)).unflatten(3, x_BSNx.shape[3:])
 

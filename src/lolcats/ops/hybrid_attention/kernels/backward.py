@@ -103,7 +103,7 @@ def backward(
     tile_dsink = window.tile_dsink
     if tile_dsink is not None and queries.tile_at_sink is not None:
         tile_dsink = tile_dsink - x.gamma[:, None] * queries.tile_at_sink
-    states = state_gradients(x, queries, dy, dS, dz) if x.is_linear else None
+    states = state_gradients(x, queries, dy, dS, dz) if x.shape.F else None
     dk = dv = None
     of_maps: tuple[Tensor | None, ...] = (None,) * 4
     if need_inputs or need_weights:
@@ -348,7 +348,7 @@ def query_gradients(
 ) -> QueryGradients:
     """Gradients of the queries and of their projections, and the queries' factors of the states' gradients."""
     grads = QueryGradients(torch.empty_like(x.q) if need_inputs else None)
-    if x.is_linear:
+    if x.shape.F:
         dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
         at_sink = None if x.sink_logits is None else x.empty_tiles()
         grads = QueryGradients(grads.dq, dx, phi, x.empty_tiles(x.shape.F), x.empty_tiles(), at_sink)
@@ -573,7 +573,7 @@ def key_gradients(
     """dk, dv [B, G, T, D] (None if not needed); dx [B, S, T, P] of the projection (None without a linear part)."""
     dk = torch.empty_like(x.k) if need_inputs else None
     dv = torch.empty_like(x.v) if need_inputs else None
-    dx = x.k.new_empty(len(x.k), x.state_heads, x.k.shape[2], x.shape.P) if x.is_linear else None
+    dx = x.k.new_empty(len(x.k), x.state_heads, x.k.shape[2], x.shape.P) if x.shape.F else None
     sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
     for keys, factor, stored, grad in sides[: 2 if need_inputs else 1]:
         key_gradient_kernel[(x.lists[0] * x.k.shape[1] * x.lists[1],)](

@@ -69,8 +69,12 @@ class States(NamedTuple):
 
     @classmethod
     def empty(cls, x: Operands) -> States:
-        """Memory for them."""
-        S, z = x.empty_states()
+        """Memory for them. S has the type of q, in float32 it would cost more traffic than q, k, v and y together; but
+        the range of float16 is too small for sums over a sequence."""
+        size = (x.lists[0], x.state_heads, x.lists[1], x.shape.F)
+        dtype = torch.bfloat16 if x.q.dtype == torch.float16 else x.q.dtype
+        S = x.q.new_empty((*size, x.shape.D), dtype=dtype)
+        z = x.q.new_empty(size, dtype=torch.float32)
         if not x.sequences:
             return cls(S, z)
         end_S = S.new_empty((x.sequences, S.shape[1], *S.shape[3:]), dtype=torch.float32)
@@ -107,7 +111,7 @@ def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) ->
     target: [B, H, T, D], unit stride in D; for the error of the outputs instead of the outputs.
     """
     states = phi = None
-    if x.is_linear:
+    if x.shape.F:
         states = States.empty(x)
         if x.shape.INNER:  # outputs need features of keys, [B, S, N, C, F] in the input type
             phi = x.q.new_empty((*states.z.shape[:3], x.shape.C, x.shape.F))

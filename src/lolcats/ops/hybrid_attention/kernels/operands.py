@@ -233,11 +233,6 @@ class Operands:
         q, k, v, sink_k, sink_v = map(rows, (self.q, self.k, self.v, self.sink_k, self.sink_v))
         return Inputs(q, k, v, self.gamma, self.maps, self.sink_logits, sink_k, sink_v, self.layout)
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether there is a linear part."""
-        return self.config.feature_map is not None
-
     @cached_property
     def wide(self) -> bool:
         return is_wide(self.q.shape[3], self.q.dtype)
@@ -271,17 +266,6 @@ class Operands:
     @property
     def sinks_there(self) -> int:
         return 0 if self.sink_k is None else self.sink_k.shape[2]
-
-    def empty_states(self) -> tuple[Tensor, Tensor]:
-        """Memory for a state per chunk: S [B, S, N, F, D] and z [B, S, N, F].
-
-        S has the type of q; the range of float16 is too small for sums over a sequence. In float32 it would cost more
-        traffic than q, k, v and y together.
-        """
-        size = (self.lists[0], self.state_heads, self.lists[1], self.shape.F)
-        dtype = torch.bfloat16 if self.q.dtype == torch.float16 else self.q.dtype
-        S = self.q.new_empty((*size, self.q.shape[3]), dtype=dtype)
-        return S, self.q.new_empty(size, dtype=torch.float32)
 
     def empty_rows(self, *more: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for something of every query: [B, H, T, *more]."""

@@ -238,8 +238,10 @@ def _without_padding(
         raise ValueError(
             f"attention_mask has {mask.shape[1]} columns for {past + tokens} tokens: it must cover the cached tokens"
         )
-    packing, rows = Packing.of_mask(mask[:, past:]), Rows.masked(past, mask)
-    return {ATTENTION_CALL: replace(call, packing=packing, rows=rows), "position_ids": position_ids}
+    real_BT = mask[:, past:]
+    rows = Rows(past, mask[:, :past].sum(1), real_BT, even=False)
+    call = replace(call, packing=Packing.of_mask(real_BT), rows=rows)
+    return {ATTENTION_CALL: call, "position_ids": position_ids}
 
 
 def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCall) -> dict[str, Any]:

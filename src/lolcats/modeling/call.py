@@ -43,11 +43,6 @@ class Rows:
     step: bool = False
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
-    @classmethod
-    def masked(cls, past: int, mask_BK: Tensor) -> Rows:
-        """All rows of a cache; the mask, False for padding, is of the `past` tokens and the new ones."""
-        return cls(past, mask_BK[:, :past].sum(1), mask_BK[:, past:], even=False)
-
     def on(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`past_B` and `row_B` of `batch` rows, on a device."""
         if device not in self.shared:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -172,6 +173,21 @@ def stage_section(config: LinearizeConfig, stage: str, base: PreTrainedModel) ->
         length = min(data.sequence_length, max(positions_of(base), config.data.sequence_length))
         data = data.model_copy(update={"sequence_length": length})
     return fit_positions(data, base)
+
+
+def covered_positions(stages: Mapping[str, DataSection], base: PreTrainedModel) -> str:
+    """A sentence on the positions that stages train, whose data `fit_positions` has fitted, beside the model's own."""
+    covered = {stage: data.sequence_length + int(data.position_offset) for stage, data in stages.items()}
+    sentence = "positions trained: " + ", ".join(f"{stage} up to {last}" for stage, last in covered.items())
+    positions = positions_of(base)
+    if positions == sys.maxsize:
+        return f"{sentence}; the model names no limit"
+    sentence += f", of the model's {positions}"
+    if border := _longrope_border(base.config.get_text_config()):
+        sentence += f" (longrope: {border} with the same factors, which no position is moved across)"
+    if max(covered.values(), default=positions) >= positions:
+        return sentence
+    return f"{sentence}; what lies beyond is left to how it generalises (--sequence-length, data.position_offset)"
 
 
 def _longrope_border(config: Any) -> int | None:

@@ -19,7 +19,7 @@ from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import ROUNDED_TOLERANCE, reload_check
 from lolcats.checkpoint.write import export, stored_weights
 from lolcats.config import DataSection, LinearizeConfig
-from lolcats.conversion import convert, fit_positions, positions_of, stage_section
+from lolcats.conversion import convert, covered_positions, fit_positions, positions_of, stage_section
 from lolcats.data import build_datasets
 from lolcats.data.cache import content_hash
 from lolcats.data.retrieval import retrieval_dataset
@@ -124,6 +124,8 @@ def prepare_data(run: Run) -> None:
     stages = [stage for stage in ("transfer", "adjust") if stage in run.sections]
     with run.group.main_first():  # which fills the cache
         sections: dict[str, DataSection] = {stage: stage_section(config, stage, base) for stage in stages}
+        if sections:
+            run.console.print(covered_positions(sections, base), highlight=False, soft_wrap=True)
         built: dict[str, Splits] = {}
         for stage, section in sections.items():
             key = section.model_dump_json()

@@ -1,4 +1,4 @@
-"""Recall: what counts as found, and which texts are written."""
+"""Recall and RULER: what counts as found, and texts that any tokenizer and any haystack give."""
 
 import json
 import random
@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.progress import Progress
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lolcats.config import DataSection, DataSource
 from lolcats.data import build_evaluation_dataset
-from lolcats.data.retrieval import KINDS, haystack_text
+from lolcats.data.retrieval import KINDS, TEMPLATES, haystack_text
 from lolcats.data.sources import open_source
 from lolcats.data.splits import training_and_validation
+from lolcats.errors import UserError
 from lolcats.evaluation.recall import recall_accuracy
 
 LENGTH = 2048
@@ -76,3 +79,59 @@ def test_what_is_too_long_for_a_text_is_left_out(tokenizer, haystack):
     settings = {"kinds": ("copy_100", "copy_900"), "lengths": (512, LENGTH), "haystack": haystack}
     found = [(item["kind"], item["length"]) for item in recall_accuracy(Oracle(), tokenizer, **settings)]
     assert found == [("copy_100", 512), ("copy_100", LENGTH), ("copy_900", LENGTH)]
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer():
+    plain = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", unk_token="<unk>")
+
+
+def test_ruler_without_a_network(word_tokenizer, haystack, monkeypatch):
+    pytest.importorskip("wonderwords", reason="lolcats[eval] is not installed")
+    from lolcats.evaluation import ruler
+    from lolcats.evaluation.ruler import METRIC, RULER_TASKS, ruler_tasks
+
+    tasks = ruler_tasks(word_tokenizer, lengths=(1024, 2048), samples=2, haystack=haystack, seed=0)
+    assert list(tasks) == [(name, length) for name in RULER_TASKS for length in (1024, 2048)]
+    sentences = haystack_text(haystack, "test").split(". ")
+    for (name, length), task in tasks.items():
+        rows = list(task.test_docs())
+        assert len(rows) == 2
+        for row in rows:
+            tokens = len(word_tokenizer(task.doc_to_text(row))["input_ids"])
+            assert 0.3 * length < tokens <= length, (name, length)
+            assert all(answer in row["input"] for answer in row["outputs"])
+            wrong = [answer[::-1] + "#" for answer in row["outputs"]]
+            for said, share in ((row["outputs"], 1.0), (row["outputs"][:1], 1 / len(row["outputs"])), (wrong, 0.0)):
+                assert task.process_results(row, [", ".join(said).upper()])[METRIC] == pytest.approx(share)
+        if name in ("niah_single_2", "niah_multikey_1"):
+            assert rows[0]["input"][:300] != rows[1]["input"][:300]  # not all of the same article
+            assert any(sentence in rows[0]["input"] for sentence in sentences)
+    needle = {"special", "magic", "mentioned", "provided"}
+    for fact, question in TEMPLATES["train"].facts:
+        assert not needle & set(f"{fact} {question}".lower().split())
+    few = ("niah_single_2", "ruler_cwe")
+    monkeypatch.setattr(ruler, "RULER_TASKS", few)
+    again, other = (
+        ruler_tasks(word_tokenizer, lengths=(1024,), samples=2, haystack=haystack, seed=seed) for seed in (0, 1)
+    )
+    short = {key: task for key, task in tasks.items() if key in again}
+    assert len(short) == len(few)
+    inputs = [[[row["input"] for row in task.test_docs()] for task in one.values()] for one in (short, again, other)]
+    assert inputs[0] == inputs[1]
+    assert all(first != second for first, second in zip(inputs[0], inputs[2], strict=True))
+
+
+def test_ruler_that_does_not_fit_is_refused(word_tokenizer, haystack, monkeypatch):
+    pytest.importorskip("wonderwords", reason="lolcats[eval] is not installed")
+    from lolcats.evaluation import ruler
+    from lolcats.evaluation.ruler import ruler_tasks
+
+    with pytest.raises(UserError, match="niah_single_1 does not fit into 150 tokens"):
+        ruler_tasks(word_tokenizer, lengths=(150,), samples=1, seed=0, haystack=haystack)
+    for name in ("ruler_vt", "ruler_cwe"):
+        monkeypatch.setattr(ruler, "RULER_TASKS", (name,))
+        with pytest.raises(UserError, match=f"{name} does not fit into 300 tokens"):
+            ruler_tasks(word_tokenizer, lengths=(300,), samples=1, seed=0, haystack=haystack)

@@ -10,7 +10,7 @@ import torch
 
 from lolcats.config import DataSection
 from lolcats.errors import UserError
-from lolcats.evaluation import suite
+from lolcats.evaluation import ruler, suite
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.suite import evaluate_models
 from lolcats.evaluation.tables import add_averages, tables
@@ -30,12 +30,16 @@ def text(tmp_path):
     return DataSection.model_validate({"sources": [{"path": str(file)}], "sequence_length": 64})
 
 
-def test_without_lm_eval_the_extra_is_named(monkeypatch):
+@pytest.mark.parametrize("task", ["ruler", "piqa"])
+def test_without_lm_eval_the_extra_is_named(task, monkeypatch):
+    definitions = ruler._definition, task_manager
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    task_manager.cache_clear()
+    for cached in definitions:
+        cached.cache_clear()
     with pytest.raises(UserError, match="pip install 'lolcats"):
-        suite.check(EvalOptions(tasks=("piqa",)))
-    task_manager.cache_clear()
+        suite.check(EvalOptions(tasks=(task,)))
+    for cached in definitions:
+        cached.cache_clear()
 
 
 def test_task_lists():

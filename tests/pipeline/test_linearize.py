@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from lolcats import pipeline
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
-from lolcats.conversion import fit_positions
+from lolcats.conversion import covered_positions, fit_positions
 from lolcats.data import build_datasets
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
@@ -302,12 +302,16 @@ def test_resuming_a_finished_run_trains_nothing(run, finished):
 
 
 def test_automatic_offset_goes_as_far_as_the_model(run, run_settings, tmp_path):
-    report = run(tmp_path / "out", SHORT, {"data": {"position_offset": "auto"}})
+    printed = io.StringIO()
+    report = run(tmp_path / "out", SHORT, {"data": {"position_offset": "auto"}}, console=Console(file=printed))
+    assert "positions trained: transfer up to 128, of the model's 128\n" in printed.getvalue()
     assert report["data"]["positions"] == 128
     base = load_base_model(LinearizeConfig.from_dict(run_settings).model)[0]
     for length, offset in ((12, 84), (48, 80), (128, 0)):  # seven sequences, or what is left of 128 positions
         data = DataSection(sequence_length=length, position_offset="auto")
         assert fit_positions(data, base).position_offset == offset
+    short = fit_positions(DataSection(sequence_length=12), base)
+    assert "up to 12, of the model's 128; what lies beyond" in covered_positions({"transfer": short}, base)
 
 
 def test_lolcats_plus_says_what_a_large_model_needs_before_anything_is_read(tmp_path):

@@ -31,7 +31,7 @@ class EvalOptions(Section, frozen=True):
     tasks: Annotated[tuple[str, ...], BeforeValidator(_split)] = Field("paper", validate_default=True)
     """`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks (gsm8k, humaneval, ...;
     `humaneval_4k`: behind 4k tokens of other code; `gsm8k_8shot`), `topics` (many-shot classification), `recall`,
-    `passkey` and `perplexity` (of --data); separated by commas."""
+    `passkey`, `ruler`, `perplexity` and `esl` (of --data); separated by commas."""
     data_dir: str | None = None
     """Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub."""
     apply_chat_template: bool | None = None
@@ -39,18 +39,18 @@ class EvalOptions(Section, frozen=True):
     run_code: bool = False
     """Run programs that the model writes (humaneval, mbpp): limits of time and memory, no sandbox."""
     limit: int | None = Field(None, ge=1)
-    """Only the first questions of each task (each MMLU subject); so many texts of each kind and length of recall (50)
-    and passkey (100), sequences of perplexity."""
+    """Only the first questions of each task (each MMLU subject); so many texts of each kind and length of recall, ruler
+    (50) and passkey (100), sequences of perplexity and esl."""
     seed: int = Field(0, ge=0)
     """Seed of recall, passkeys and drawn examples."""
     batch_size: int = Field(16, ge=1)
     """Sequences per forward pass."""
     lengths: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_numbers)] = None
-    """recall (1024 to 8192), passkey (2048 to 10240): tokens of the texts."""
+    """recall, ruler (1024 to 8192), passkey (2048 to 10240): tokens of the texts."""
     haystack: str = "demo"
-    """recall: data source with the text around; `demo`: shipped textbooks."""
+    """recall, ruler: data source with the text around; `demo`: shipped textbooks."""
     data: DataSection | None = None
-    """Text for perplexity."""
+    """Text for perplexity and esl."""
     model_options: dict[str, Any] = {}
     """How models are loaded; written into the report."""
 

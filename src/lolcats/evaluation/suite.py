@@ -12,6 +12,7 @@ import torch
 
 from lolcats.data import build_evaluation_dataset
 from lolcats.errors import UserError
+from lolcats.evaluation.effective_length import effective_lengths
 from lolcats.evaluation.load import describe, for_engine, with_begin_token
 from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.perplexity import dataset_perplexity
@@ -50,7 +51,7 @@ def evaluate_models(
     parts |= {name: part for name, part in EVALUATIONS.items() if name in options.tasks}
     report: dict[str, Any] = {"teacher": models[0], "models": []}
     report |= {"settings": options.model_dump(mode="json"), "provenance": provenance()}
-    if options.lm_eval_tasks:
+    if options.lm_eval_tasks or "ruler" in options.tasks:
         report["provenance"]["versions"]["lm-eval"] = importlib.metadata.version("lm-eval")
     if options.lm_eval_tasks and options.data_dir is not None:
         report["provenance"]["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
@@ -84,8 +85,13 @@ def check(options: EvalOptions) -> None:
     """Raise for what cannot be measured, before any model is loaded."""
     if options.lm_eval_tasks:
         check_names(options.lm_eval_tasks, options.data_dir, options.run_code)
-    if "perplexity" in options.tasks and options.data is None:
-        raise UserError("--tasks perplexity measures text: name it with --data")
+    if "ruler" in options.tasks:
+        from lolcats.evaluation.ruler import check_ruler
+
+        check_ruler()
+    for name in ("perplexity", "esl"):
+        if name in options.tasks and options.data is None:
+            raise UserError(f"--tasks {name} measures text: name it with --data")
 
 
 def _tasks(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> Any:
@@ -106,6 +112,24 @@ def _recall(
     return recall_accuracy(model, tokenizer, **plan, haystack=options.haystack)
 
 
+def _ruler(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
+    from lolcats.evaluation.ruler import ruler_tasks
+
+    given: dict[str, Any] = {"seed": options.seed, "haystack": options.haystack}
+    given |= {"lengths": options.lengths or RECALL["lengths"], "samples": options.limit or RECALL["samples"]}
+    with lm_eval_set_up():
+        tasks = ruler_tasks(tokenizer, **given)
+    named = {task.task_name: task for task in tasks.values()}
+    found = run_tasks(model, tokenizer, named, batch_size=options.batch_size)
+    rows = []
+    for (kind, length), task in tasks.items():
+        cell = found[task.task_name]
+        numbers = {"accuracy": cell["value"], "stderr": cell["stderr"], "samples": cell["questions"]}
+        rows.append({"kind": kind, "length": length, **numbers})
+    return rows
+
+
 def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
     assert options.data is not None  # see check
     data = with_begin_token(options.data, path, tokenizer)
@@ -115,8 +139,19 @@ def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> 
     return found | {"begin_token": data.begin_token}
 
 
+def _esl(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    assert options.data is not None  # see check
+    data = with_begin_token(options.data, path, tokenizer)
+    if options.limit is not None:
+        data = data.model_copy(update={"validation_sequences": options.limit})
+    found = effective_lengths(build_evaluation_dataset(data, tokenizer), model, batch_size=options.batch_size)
+    return {"sequence_length": data.sequence_length, "begin_token": data.begin_token, **found}
+
+
 EVALUATIONS: dict[str, Callable[..., Any]] = {
     "perplexity": _perplexity,
     "recall": _recall,
+    "ruler": _ruler,
     "passkey": partial(_recall, usual=PASSKEY),
+    "esl": _esl,
 }

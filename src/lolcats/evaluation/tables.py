@@ -37,13 +37,16 @@ def tables(report: dict[str, Any]) -> list[Table]:
     found = [_attention_table(having["attention"])] if having["attention"] else []
     if having["tasks"]:
         found.append(_task_table(having["tasks"], report["settings"]["limit"]))
-    for name in ("recall", "passkey"):
+    for name in ("recall", "ruler", "passkey"):
         if measured := [row for row in rows if name in row]:
             found.append(_recall_table(measured, name))
     if cells := [(row["model"], row["perplexity"]) for row in having["perplexity"]]:
         body = [[name, f"{x['perplexity']:.3f}", f"{x['loss']:.4f}", f"{x['tokens']:,}"] for name, x in cells]
         found.append(("Perplexity", ["model", "perplexity", "loss (nats/token)", "tokens"], body))
-    return found
+    lengths = [(row["model"], row["esl"]) for row in rows if "esl" in row]
+    body = [[name, *(f"{esl[key]:.0f}" for key in ("mean", "std", "sequences"))] for name, esl in lengths]
+    columns = ["model", "mean", "std", "sequences"]
+    return found + ([("Effective sequence length (sum over queries, tokens)", columns, body)] if body else [])
 
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:
@@ -85,7 +88,7 @@ def _recall_table(rows: list[dict[str, Any]], name: str) -> Table:
             found = {item["length"]: item for item in row[name] if item["kind"] == kind}
             cells = [_number(found[n]["accuracy"], found[n]["stderr"]) if n in found else "-" for n in lengths]
             body.append([kind, row["model"], *cells])
-    title = {"recall": "Recall", "passkey": "Passkeys"}[name]
+    title = {"recall": "Recall", "ruler": "RULER", "passkey": "Passkeys"}[name]
     return (f"{title} (percent) by tokens of the text", ["task", "model", *map(str, lengths)], body)
 
 

@@ -53,8 +53,8 @@ KNOWN_TASKS = {  # by the name of lm-eval's task or group; first the paper's (ar
     "topics": KnownTask("topics", "acc", TOPICS_SHOTS, ("test",), "mmlu"),  # not lm-eval's
 }
 PAPER_NAMES = tuple(KNOWN_TASKS)[:6]
-OWN = ("recall", "passkey", "perplexity")
-"""Evaluations that are no tasks of lm-eval."""
+OWN = ("recall", "passkey", "ruler", "perplexity", "esl")
+"""Evaluations that are no tasks of lm-eval, and its RULER, whose texts are written for each tokenizer and length."""
 
 
 @functools.cache

@@ -1,0 +1,72 @@
+"""Effective sequence length: how far back a model's softmax attention looks in a training sequence.
+
+arXiv:2410.10254, appendix "Sample Lengths". For a query at position i it is the expected distance to the keys,
+sum_j (i - j) w_ij with the softmax weights w; of a sequence, the sum over its queries, averaged over heads and
+layers. With values (1, j) in the place of v, attention itself computes the two sums that this needs, so that no
+T x T matrix is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lolcats.data.packed import PackedDataset
+from lolcats.errors import UserError
+from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.softmax import softmax_attention
+
+
+def query_lengths(q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
+    """Expected distance from each query to its keys, in tokens: [B, H, T] float32.
+
+    Args:
+        call: scale, softcap, sink_logits, sliding_window, cu_seqlens of `softmax_attention`.
+    """
+    batch, groups, tokens, _ = k_BGTD.shape
+    position_T = torch.arange(tokens, device=q_BHTD.device, dtype=torch.float32)
+    # Sink logits take weight without being keys, so that the weights' sum is not always 1.
+    values_T8 = torch.zeros(tokens, 8, device=q_BHTD.device)  # 8 columns: a width that every kernel takes
+    values_T8[:, 0] = 1.0
+    values_T8[:, 1] = position_T
+    values = values_T8.expand(batch, groups, -1, -1)
+    sums_BHT8 = softmax_attention(q_BHTD.float(), k_BGTD.float(), values, **call)
+    return position_T * sums_BHT8[..., 0] - sums_BHT8[..., 1]
+
+
+@torch.no_grad()
+def sequence_lengths(model: LolcatsForCausalLM, input_ids_BT: Tensor) -> Tensor:
+    """Effective sequence length of each sequence under the base model's softmax attention: [B] float32, in tokens."""
+    found: list[Tensor] = []
+
+    def observe(q: Tensor, k: Tensor, call: dict[str, Any], **_: Any) -> None:
+        found.append(query_lengths(q, k, **call).sum(-1).mean(1))
+
+    call = AttentionCall(mode="softmax", observe=observe)
+    model(input_ids=input_ids_BT, use_cache=False, logits_to_keep=1, attention_call=call)
+    return torch.stack(found).mean(0)
+
+
+def effective_lengths(dataset: PackedDataset, model: Any, *, batch_size: int) -> dict[str, Any]:
+    """Mean, standard deviation and histogram (counts between edges) of all sequences, as plain numbers."""
+    if not isinstance(model, LolcatsForCausalLM):
+        raise UserError(
+            f"{type(model).__name__} has no softmax attention that goes through transformers' attention interface, so"
+            " that effective sequence lengths cannot be measured"
+        )
+    found = []
+    for begin in range(0, len(dataset), batch_size):
+        batch = dataset.batch(list(range(begin, min(begin + batch_size, len(dataset)))))
+        found.append(sequence_lengths(model, batch["input_ids"].to(model.device)).cpu().numpy())
+    lengths_N = np.concatenate(found)
+    counts, edges = np.histogram(lengths_N, bins=40)
+    return {
+        "sequences": len(lengths_N),
+        "mean": float(np.mean(lengths_N)),
+        "std": float(np.std(lengths_N)),
+        "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
+    }

@@ -27,6 +27,7 @@ def test_the_papers_text(tokenizer, length):
         for filler in (before, after):  # it starts anew after the number
             assert ("The grass is green. The sky is blue. The sun is yellow. Here we go. " * 99).startswith(filler[:50])
         depths.append(len(before) / len(before + after))
+        assert f"{number}".startswith(tokenizer.decode(sample.token_ids[sample.source == 0]).strip()[:2])
     assert depths == pytest.approx([(n % 10 + 0.5) / 10 for n in range(20)], abs=0.05 + 30 / length)
     assert len({tuple(sample.token_ids[sample.answer == 0]) for sample in samples}) == 20
     with pytest.raises(UserError, match="raise the length"):

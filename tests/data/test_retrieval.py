@@ -37,6 +37,12 @@ def test_answers_stand_in_the_text_before(writers, tokenizer, split, kind):
         assert len(sample.token_ids) == len(sample.answer) == length
         assert np.array_equal(sample.token_ids, again.token_ids)
         assert not np.array_equal(sample.token_ids, other.token_ids)
+        for number in range(sample.answer.max() + 1):  # sources are where the answers stand
+            answer, source = (np.flatnonzero(numbers == number) for numbers in (sample.answer, sample.source))
+            assert source[-1] < answer[0]
+            before = np.arange(-COPY_PREFIX, 0)  # the same question, or what is being copied
+            found, expected = (np.r_[x[0] + before, x] for x in (source, answer))
+            assert np.array_equal(sample.token_ids[found], sample.token_ids[expected])
         if kind.startswith("copy"):
             count = int(kind.partition("_")[2])
             assert np.array_equal(sample.token_ids[-count:], sample.token_ids[-2 * count : -count])

@@ -55,7 +55,7 @@ def test_texts_that_ask_begin_as_the_tokenizer_does(begins, model_dir):
         writer = RetrievalWriter(tokenizer, "test", begin_token=True)
         for kind in ("needle", "phone_book", "copy_100"):
             sample = writer.write(kind, 1024, 0, 0)
-            assert len(sample.token_ids) == len(sample.answer) == 1024
+            assert len(sample.token_ids) == len(sample.answer) == len(sample.source) == 1024
             assert (sample.token_ids[0] == begin_id(begins)) == wanted
             assert np.array_equal(sample.answer[:1], [-1])
             assert sample.answer.max() >= 0

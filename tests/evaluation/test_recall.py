@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lolcats.config import DataSection, DataSource
 from lolcats.data import build_evaluation_dataset
-from lolcats.data.retrieval import KINDS, TEMPLATES, haystack_text
+from lolcats.data.retrieval import KINDS, TEMPLATES, RetrievalWriter, haystack_text
 from lolcats.data.sources import open_source
 from lolcats.data.splits import training_and_validation
 from lolcats.errors import UserError
@@ -52,6 +52,11 @@ def test_answers_count_whole_and_copies_by_the_token(tokenizer, haystack):
     found = recall_accuracy(Oracle(), tokenizer, **lengths)
     assert [item["kind"] for item in found] == list(KINDS)
     assert all(item["accuracy"] == 1 and item["stderr"] == 0 for item in found)
+    for item in found:
+        tenths = [share for share in item["depths"] if share is not None]
+        assert len(item["depths"]) == 10
+        assert 0 < len(tenths) <= 3 if item["kind"].startswith("needle") else len(tenths) >= 1
+        assert set(tenths) == {1.0}
     last = recall_accuracy(Oracle(lambda ids: [LENGTH - 1]), tokenizer, **lengths)
     expected = {"needle": 0, "needles": 0, "phone_book": 5 / 6, "pairs": 5 / 6}
     expected |= {f"copy_{count}": 1 - 1 / (count - 4) for count in (100, 400, 900)}
@@ -59,6 +64,17 @@ def test_answers_count_whole_and_copies_by_the_token(tokenizer, haystack):
     # a token before the first answer is no answer
     before = recall_accuracy(Oracle(lambda ids: range(1, 200)), tokenizer, **lengths)
     assert [item["accuracy"] for item in before] == [1.0] * len(KINDS)
+
+
+def test_depths_are_where_the_answers_stand(tokenizer, haystack):
+    writer = RetrievalWriter(tokenizer, "test", haystack, begin_token=True)
+    samples = [writer.write("needle", LENGTH, 0, index) for index in range(20)]
+    tenths = [int((sample.source == 0).argmax() * 10 // LENGTH) for sample in samples]
+    late = {tuple(sample.token_ids.tolist()) for sample, tenth in zip(samples, tenths, strict=True) if tenth >= 5}
+    forgets = Oracle(lambda ids: [LENGTH - 1] if tuple(ids.tolist()) in late else [])
+    (item,) = recall_accuracy(forgets, tokenizer, kinds=("needle",), lengths=(LENGTH,), samples=20, haystack=haystack)
+    assert item["depths"] == [None if n not in tenths else float(n < 5) for n in range(10)]
+    assert len(set(tenths)) > 5
 
 
 def test_the_default_text_is_never_trained_on(tokenizer):

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cache, cached_property, lru_cache
 from typing import Any, Literal
 
@@ -83,10 +84,13 @@ class Sample:
     Attributes:
         token_ids: [T] int32.
         answer: [T] int32, the number of the answer that a token belongs to, counted from 0; -1: none.
+        source: [T] int32, the number of the answer that a token is the source of: where the answer stands in the text
+            before; -1: none.
     """
 
     token_ids: np.ndarray
     answer: np.ndarray
+    source: np.ndarray
 
 
 class RetrievalWriter:
@@ -115,8 +119,9 @@ class RetrievalWriter:
         draw = np.random.default_rng([STREAMS[self.split], seed, length, index, zlib.crc32(kind.encode())])
         room = length - len(self.begin)
         sample = self._passkey(draw, room, index) if kind == "passkey" else self._write(kind, draw, room)
-        answer = np.insert(sample.answer, 0, np.full_like(self.begin, -1))
-        return Sample(np.insert(sample.token_ids, 0, self.begin), answer)
+        none = np.full_like(self.begin, -1)
+        numbers = (np.insert(part, 0, none) for part in (sample.answer, sample.source))
+        return Sample(np.insert(sample.token_ids, 0, self.begin), *numbers)
 
     def write_any(self, length: int, seed: int, index: int) -> Sample:
         """A sample of a random kind: half of them facts, one to eight; a quarter tables; a quarter copies."""
@@ -153,9 +158,11 @@ class RetrievalWriter:
         text = self.text_of(draw, length - sum(map(len, facts)) - len(asked) - len(answer))
         cuts = np.sort(draw.integers(0, len(text) + 1, count))
         parts: list[np.ndarray] = []
-        for place, part in zip(draw.permutation(count), np.split(text, cuts)[:-1], strict=True):
+        order = draw.permutation(count)
+        for place, part in zip(order, np.split(text, cuts)[:-1], strict=True):
             parts += [part, facts[place]]
-        return _joined([*parts, text[cuts[-1] :], asked], [answer])
+        source = 2 * int(np.flatnonzero(order == 0)[0]) + 1
+        return _joined([*parts, text[cuts[-1] :], asked], [answer], [source])
 
     def _passkey(self, draw: np.random.Generator, length: int, index: int) -> Sample:
         """A number in the paper's filler, in turn for each tenth of depth."""
@@ -164,7 +171,7 @@ class RetrievalWriter:
         answer = self._encode(f" {number}")
         room = length - sum(map(len, parts)) - len(answer)
         before = self._filler(round(depth * room))
-        return _joined([parts[0], before, parts[1], self._filler(room - len(before)), parts[2]], [answer])
+        return _joined([parts[0], before, parts[1], self._filler(room - len(before)), parts[2]], [answer], [2])
 
     def _filler(self, count: int) -> np.ndarray:
         """So many tokens, from the first sentence on."""
@@ -189,9 +196,9 @@ class RetrievalWriter:
             raise UserError(
                 f"{kind}: {length} tokens hold {len(rows)} entries, expected {2 * LOOK_UPS}; raise the length"
             )
-        questions, answers = [], []
+        questions, answers, sources = [], [], []
         for number in draw.choice(len(rows) * 3 // 4, LOOK_UPS, replace=False):
-            key, value, _ = rows[number]
+            key, value, tokens = rows[number]
             asked = self._encode("\n" + query.format(key))
             whole = self._encode("\n" + entry.format(key, value))
             shared = next(
@@ -199,15 +206,17 @@ class RetrievalWriter:
             )
             questions.append(whole[:shared])
             answers.append(whole[shared:])
+            sources.append(2 + int(number))  # after text and header
         parts = [header, *(tokens for _, _, tokens in rows)]
         missing = length - sum(map(len, parts)) - sum(map(len, questions)) - sum(map(len, answers))
-        return _joined([self.text_of(draw, missing), *parts], answers, questions)
+        return _joined([self.text_of(draw, missing), *parts], answers, sources, questions)
 
     def _copy(self, draw: np.random.Generator, length: int, count: int) -> Sample:
         copied = self.text[draw.integers(0, len(self.text), count)]
         text = self.text_of(draw, length - 2 * count)
         answers = list(copied[COPY_PREFIX:, None])
-        return _joined([text, copied, copied[:COPY_PREFIX]], answers)
+        before = [text, copied[:COPY_PREFIX], *answers, copied[:COPY_PREFIX]]
+        return _joined(before, answers, list(range(2, 2 + len(answers))))
 
     def _draw_words(self, draw: np.random.Generator, count: int) -> list[str]:
         return [self.words[place] for place in draw.choice(len(self.words), count, replace=False)]
@@ -296,15 +305,29 @@ def _filler_tokens(tokenizer: Any, repeats: int) -> np.ndarray:
     return np.array(tokenizer(PASSKEY_FILLER * repeats, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
 
-def _joined(before: list[np.ndarray], answers: list[np.ndarray], questions: list[np.ndarray] | None = None) -> Sample:
-    """Text, then each answer after its question."""
+def _joined(
+    before: list[np.ndarray],
+    answers: list[np.ndarray],
+    sources: list[int],
+    questions: list[np.ndarray] | None = None,
+) -> Sample:
+    """Text, then each answer after its question; answer n stands in part `sources[n]` of the text."""
     parts = [(ids, -1) for ids in before]
     for number, answer in enumerate(answers):
         if questions is not None:
             parts.append((questions[number], -1))
         parts.append((answer, number))
     answer = np.repeat(np.array([number for _, number in parts], np.int32), [len(ids) for ids, _ in parts])
-    return Sample(np.concatenate([ids for ids, _ in parts]).astype(np.int32), answer)
+    source = np.full_like(answer, -1)
+    begins = np.cumsum([0, *map(len, before)])
+    for number, part in enumerate(sources):
+        # not always all of the answer: a token at its border may also hold what stands beside it
+        pair = before[part].tolist(), answers[number].tolist()
+        place, size = 0, len(pair[0])
+        if pair[0] != pair[1]:
+            place, _, size = SequenceMatcher(None, *pair, autojunk=False).find_longest_match()
+        source[begins[part] + place :][:size] = number
+    return Sample(np.concatenate([ids for ids, _ in parts]).astype(np.int32), answer, source)
 
 
 def _is_test(word: str) -> bool:

@@ -39,7 +39,8 @@ def recall_accuracy(
         haystack: the text around, as a data source (`haystack_text`).
 
     Returns:
-        kind, length, accuracy (a share), stderr (over texts), samples.
+        kind, length, accuracy (a share), stderr (over texts), samples, depths: the accuracy for each tenth of the text
+        in which answers stand, None where none does.
     """
     write = RetrievalWriter(tokenizer, "test", haystack, begin_token=True).write
     copied = {kind: int(kind.removeprefix("copy_")) for kind in kinds if kind.startswith("copy_")}  # tokens
@@ -48,8 +49,11 @@ def recall_accuracy(
     for kind, length in plan:
         written = [write(kind, length, seed, index) for index in range(samples)]
         rows = max(1, TOKENS_AT_A_TIME // length)
-        batches = (written[begin : begin + rows] for begin in range(0, samples, rows))
-        shares = [share for batch in batches for share in _shares_found(model, batch)]
+        answers: list[list[tuple[int, bool]]] = []
+        for begin in range(0, samples, rows):
+            answers += _answers(model, written[begin : begin + rows])
+        shares = [sum(right for _, right in found) / len(found) for found in answers]
+        tenths = [[right for found in answers for tenth, right in found if tenth == n] for n in range(10)]
         accuracy = sum(shares) / samples
         spread = math.sqrt(sum((share - accuracy) ** 2 for share in shares) / max(1, samples - 1))
         results.append(
@@ -59,20 +63,23 @@ def recall_accuracy(
                 "accuracy": accuracy,
                 "stderr": spread / math.sqrt(samples),
                 "samples": samples,
+                "depths": [sum(found) / len(found) if found else None for found in tenths],
             }
         )
     return results
 
 
-def _shares_found(model: Any, batch: list[Sample]) -> list[float]:
-    """The share of each text's answers that the model gives."""
+def _answers(model: Any, batch: list[Sample]) -> list[list[tuple[int, bool]]]:
+    """For each answer of each text the tenth of the text in which it stands, and whether the model gives it."""
     ids_BT = torch.from_numpy(np.stack([sample.token_ids for sample in batch])).long().to(model.device)
     first = int(np.any([sample.answer >= 0 for sample in batch], axis=0).argmax())
     kept = ids_BT.shape[1] - first + 1  # the token before the first answer predicts it
     logits_BKV = model(input_ids=ids_BT, use_cache=False, logits_to_keep=kept).logits
     right_BK = (logits_BKV[:, :-1].argmax(-1) == ids_BT[:, first:]).cpu().numpy()
-    shares = []
+    found = []
     for right, sample in zip(right_BK, batch, strict=True):
         numbers = range(sample.answer.max() + 1)
-        shares.append(sum(int(right[sample.answer[first:] == number].all()) for number in numbers) / len(numbers))
-    return shares
+        depths = [int((sample.source == number).argmax()) * 10 // ids_BT.shape[1] for number in numbers]
+        given = [bool(right[sample.answer[first:] == number].all()) for number in numbers]
+        found.append(list(zip(depths, given, strict=True)))
+    return found

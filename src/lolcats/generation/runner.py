@@ -119,8 +119,6 @@ class Runner:
         """
         if len(slots) == 1 and self._captures(slots[0], len(chunks[0])):
             return self._prefill_captured(slots[0], chunks[0])
-        order = sorted(range(len(slots)), key=slots.__getitem__)  # adjacent slots need no copies
-        slots, chunks = [slots[index] for index in order], [chunks[index] for index in order]
         counts = [len(chunk) for chunk in chunks]
         longest = max(counts)
         token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
@@ -130,8 +128,6 @@ class Runner:
         past = min(max(before), self.cache.places)
         real_BT = torch.arange(longest, device=self.device) < new_B[:, None]
         packing = Packing.of_mask(real_BT)
-        span = slice(slots[0], slots[0] + len(slots))
-        adjacent = span if slots == list(range(span.start, span.stop)) else None
         used = Rows(
             past,
             self.cache.length_S[slot_B],
@@ -139,16 +135,16 @@ class Runner:
             even=len(before) == 1 and packing is None,
             right=True,
             row_B=slot_B,
-            adjacent=adjacent,
+            adjacent=slice(slots[0], slots[0] + 1) if len(slots) == 1 else None,
             fresh=before == {0},
-            step=longest == 1,
+            step=len(slots) == longest == 1,
         )
         logits_BV = self._forward(used, packing, token_BT)
         self.cache.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
             self.cache.lengths[slot] += count
         self.tokens_prefilled += sum(counts)
-        return logits_BV[sorted(range(len(slots)), key=order.__getitem__)]
+        return logits_BV
 
     def _captures(self, slot: int, tokens: int) -> bool:
         """Whether so many tokens of a slot run from a graph: where all that is left to know are their numbers."""

@@ -216,7 +216,7 @@ class ExactCacheLayer(AttentionCacheLayer):
             held_BP = held_BP[:, order]
         found = []
         for x, new_BGTD in zip(memory, new, strict=True):
-            old_BGPD = x[row_B if adjacent is None else adjacent][:, :, order]
+            old_BGPD = x[row_B[:, None], :, order].transpose(1, 2)
             found.append(torch.cat([old_BGPD, new_BGTD], dim=2))  # before writing
             x[row_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2)
         if before == 0 and (rows.even or rows.right):
@@ -315,7 +315,7 @@ class HybridCacheLayer(AttentionCacheLayer):
             used = rows.row_B.to(self.state.S.device)
         state = self.state.map(lambda x: x[used])
         if not rows.step:
-            state = state._replace(position=rows.on(len(state.position), state.position.device)[0])
+            state = state._replace(position=rows.on(len(state.position), state.position.device)[0].clone())
         return state
 
     def advance(self, state: HybridState | None, rows: Rows, tokens: int) -> None:

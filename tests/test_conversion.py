@@ -153,7 +153,7 @@ def test_chunked_layers_keep_softmax():
         model = convert(llama4([1, 0, 1]), AttentionConfig(sliding_layers=policy))
         assert softmax_layers(model) == [0, 2]
     model(torch.arange(6)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
-    with pytest.raises(ValueError, match=r"documents in rows of 7 tokens, .* chunks of 6"):
+    with pytest.raises(ValueError, match="rows of up to 6 tokens"):
         model(torch.arange(7)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))
     fitted = fit_positions(DataSection(sequence_length=6, position_jumps="auto"), llama4([1, 0]))
     assert fitted.position_jumps == 0

@@ -151,7 +151,7 @@ def test_sizes(kit, model):
     for length, places in ((None, 7), (70, 7), (6, 6)):  # a window of 5 and 2 sinks
         runner = Runner(bounded, 1, length)
         assert (runner.max_length, runner.cache.places) == (length, places)
-    assert Runner(kit.make_model(**kit.CHUNKED), 1).max_length == 80
+    assert Runner(kit.make_model(**kit.CHUNKED), 1, 81).max_length == 80
     with pytest.raises(UserError, match=r"lfm2: .* \(\[0\]\); use the model's own generate"):
         Runner(kit.make_model("lfm2"), 1)
 

@@ -82,6 +82,7 @@ class Runner:
             base = model.config.get_text_config()
             limits = [getattr(base, name, None) for name in ("max_position_embeddings", "attention_chunk_size")]
             self.max_length = max_length or min(x for x in (*limits, DEFAULT_MAX_LENGTH) if x)
+            self.max_length = min(self.max_length, limits[1] or self.max_length)
         self.cache = SlotCache(model, max_slots, self.max_length)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]

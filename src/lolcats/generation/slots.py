@@ -29,11 +29,9 @@ class SlotCache(Cache):
         max_length: most tokens of a sequence; only exact heads that see all tokens need it and reserve memory for it.
     """
 
-    parts: dict[str, Any]
-
     def __init__(self, model: Any, max_slots: int, max_length: int | None) -> None:
         self.max_slots, self.max_length = max_slots, max_length
-        self.parts = {}
+        self.parts: dict[str, Any] = {}
         try:
             layers = _after_one_token(model)
             for index, layer in enumerate(layers):

@@ -156,24 +156,12 @@ def _not_compiled(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return lolcats_attention(*args, **kwargs)
 
 
-def lolcats_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    use_vmap: bool = False,
-    **kwargs: Any,
-) -> None:
+def lolcats_mask(*sizes: Any, use_vmap: bool = False, **kwargs: Any) -> None:
     """None: causality and native windows are the layers' own business, padding and documents that of `find_sequences`.
 
     Raises:
-        ValueError: a mask function of one's own (images whose tokens see each other), or a chunked layer beyond its
-            first chunk.
+        ValueError: a mask function of one's own (images whose tokens see each other).
     """
-    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
-    if chunk is not None and chunk == kwargs.get("local_size") and chunk < kv_offset + kv_length:
-        raise ValueError(f"layers of this model attend within chunks: it takes up to {chunk} tokens when linearized")
     if use_vmap:
         raise ValueError(_OWN_MASK)
 
@@ -192,8 +180,8 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     on the host, so that a CUDA graph can hold the pass. An empty mask keeps transformers from reading them.
 
     Raises:
-        ValueError: a mask that is not [batch, tokens]; a hybrid pass, but the attention implementation was changed,
-            which brings softmax attention back.
+        ValueError: a mask that is not [batch, tokens]; more tokens than one of the chunks within which layers attend; a
+            hybrid pass, but the attention implementation was changed, which brings softmax attention back.
     """
     call: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
     name = module.config._attn_implementation  # type: ignore[union-attr]
@@ -203,17 +191,19 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
             f' set_attn_implementation("{ATTENTION_NAME}"), and use attention_call=AttentionCall(mode="softmax") for'
             " the softmax attention of the base model"
         )
-    if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
-        no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
-        return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
     if call.rows is not None:
         return args, kwargs
     if len(args) > 1:
         raise ValueError("only input_ids may be a positional argument of the decoder of a linearized model")
-    given = kwargs.get("attention_mask")
     inputs = args[0] if args else kwargs.get("input_ids")
     batch, tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
-    position_ids, cache = kwargs.get("position_ids"), given_cache(kwargs)
+    given, position_ids, cache = kwargs.get("attention_mask"), kwargs.get("position_ids"), given_cache(kwargs)
+    chunk = getattr(module.config, "attention_chunk_size", None)
+    if chunk and tokens + (0 if cache is None else cache.get_seq_length()) > chunk:
+        raise ValueError(f"layers of this model attend within chunks: linearized it takes rows of up to {chunk} tokens")
+    if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
+        no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
+        return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
     if given is None:
         if position_ids is None or position_ids.dim() != 2 or cache is not None:
             return args, kwargs
@@ -248,8 +238,7 @@ def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCal
     """The decoder's arguments for the documents that begin where positions do not count up by one.
 
     Raises:
-        ValueError: there are some, and layers without attention carry their state from one to the next, or attend
-            within chunks that are shorter than a row.
+        ValueError: there are some, and layers without attention carry their state from one to the next.
     """
     begins_BT = pad(position_ids.diff(dim=1) != 1, (1, 0))
     if not bool(begins_BT.any()):
@@ -258,11 +247,6 @@ def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCal
         raise ValueError(
             f"position_ids separate documents, but layers {recurrent} of this model carry their state from one to the"
             " next: give each document a row of its own"
-        )
-    if (chunk := getattr(config, "attention_chunk_size", None)) and begins_BT.shape[1] > chunk:
-        raise ValueError(
-            f"position_ids separate documents in rows of {begins_BT.shape[1]} tokens, but some layers of this model"
-            f" attend within chunks of {chunk}: give each document a row of its own"
         )
     begins_BT[:, 0] = True
     first_S = begins_BT.expand(batch, -1).flatten().nonzero()[:, 0]

@@ -44,7 +44,6 @@ class Source:
         config: the causal language model's; another one only if the checkpoint is multimodal.
     """
 
-    section: ModelSection
     path: str
     arguments: dict[str, Any]
     whole: PreTrainedConfig
@@ -74,7 +73,7 @@ def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
             " transformers, where it knows how:\n"
             f'  AutoModelForCausalLM.from_pretrained("{path}").dequantize().save_pretrained("FOLDER")'
         )
-    return Source(section, path, arguments, config, text_tower(config, path))
+    return Source(path, arguments, config, text_tower(config, path))
 
 
 def load_base_model(section: ModelSection, *, allow_linearized: bool = False) -> tuple[PreTrainedModel, Any]:
@@ -101,7 +100,7 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
             device_map={"": device},
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_complete` names them
+            ignore_mismatched_sizes=True,  # they are named below
         )
     except torch.OutOfMemoryError as error:
         raise UserError(f"{path} does not fit into the memory of {device}: {error}. Try device=cpu") from error
@@ -113,21 +112,16 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     except (ImportError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load {path}: {error}") from error
     model, info = loaded
-    check_complete(info, path)
+    if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):  # drawn at random
+        raise UserError(
+            f"{path} is incomplete: of the model's tensors {len(wrong)} are missing or have another shape:"
+            f" {', '.join(wrong[:5])}. Download it again, or check that config.json belongs to the weights"
+        )
     if tower:
         model._weight_conversions = None  # a text model is saved under its own names
     if section.load_in_4bit:
         model.hf_quantizer.remove_quantization_config(model)  # the exported folder has plain weights
     return model.eval(), tokenizer
-
-
-def check_complete(info: dict[str, Any], path: str | Path) -> None:
-    """Raises a UserError for tensors that `from_pretrained` drew at random, by its `output_loading_info`."""
-    if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
-        raise UserError(
-            f"{path} is incomplete: of the model's tensors {len(wrong)} are missing or have another shape:"
-            f" {', '.join(wrong[:5])}. Download it again, or check that config.json belongs to the weights"
-        )
 
 
 def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:

@@ -64,6 +64,7 @@ def softmax_attention(
     """
     tokens, keys = q_BHTD.shape[2], k_BGKD.shape[2]
     groups = q_BHTD.shape[1] // k_BGKD.shape[1]
+    scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
     if sliding_window is not None and position is None and sliding_window + (sinks or 0) >= keys:
         sliding_window = sinks = None
     if cu_seqlens is not None:
@@ -80,7 +81,6 @@ def softmax_attention(
     if length is not None and forward_only and has_kernel("auto", q_BHTD, takes):
         from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step  # imports Triton
 
-        scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
         return softmax_step(q_BHTD, k_BGKD, v_BGKD, length, sink_logits, scale, softcap)
     if is_packed(k_BGKD):
         k_BGKD, v_BGKD = unpack(k_BGKD, q_BHTD.dtype), unpack(v_BGKD, q_BHTD.dtype)
@@ -162,7 +162,7 @@ def _attend(
     k_BHKD: Tensor,
     v_BHKD: Tensor,
     visible: Tensor | None,
-    scale: float | None,
+    scale: float,
     softcap: float | None,
     sink_HT: Tensor | None,
     dropout: float,
@@ -173,7 +173,6 @@ def _attend(
     """
     if softcap is None and sink_HT is None:
         return scaled_dot_product_attention(q_BHTD, k_BHKD, v_BHKD, attn_mask=visible, dropout_p=dropout, scale=scale)
-    scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
     score = q_BHTD @ k_BHKD.transpose(-1, -2) * scale
     score = score.to(torch.promote_types(score.dtype, torch.float32))
     if softcap is not None:
@@ -204,7 +203,7 @@ def takes_window(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> bool:
 
 
 def window_attention(
-    q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, sinks: int, *, scale: float | None, gap: bool
+    q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, sinks: int, *, scale: float, gap: bool
 ) -> Tensor:
     """[B, H, T, D] of queries that end with the keys: each sees its own and the `window - 1` keys before it, and sinks.
 
@@ -220,9 +219,7 @@ def window_attention(
         return y_BHTD
     tokens, keys, groups = q_BHTD.shape[2], k_BGKD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1]
     k_BHSD, v_BHSD = (x[:, :, :sinks].repeat_interleave(groups, 1) for x in (k_BGKD, v_BGKD))
-    score_BHTS = (q_BHTD @ k_BHSD.mT).to(log_sum_BHT.dtype) * (
-        1 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-    )
+    score_BHTS = (q_BHTD @ k_BHSD.mT).to(log_sum_BHT.dtype) * scale
     if not gap:  # the window has them first
         place = torch.arange(keys, device=q_BHTD.device)
         score_BHTS = score_BHTS.masked_fill(place[:sinks] > place[keys - tokens :, None] - window, -math.inf)
@@ -231,7 +228,7 @@ def window_attention(
     return ((log_sum_BHT[..., None] - total_BHT1).exp() * y_BHTD + y_sinks_BHTD).to(q_BHTD.dtype)
 
 
-def _within(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, scale: float | None) -> tuple[Tensor, Tensor]:
+def _within(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention within a window [B, H, T, D], and the logarithm of its denominators [B, H, T], float32."""
     q_BTHD, k_BKGD, v_BKGD = (x.transpose(1, 2) for x in (q_BHTD, k_BGKD, v_BGKD))
     sizes = q_BHTD.shape[2], k_BGKD.shape[2]

@@ -24,7 +24,7 @@ from lolcats.data import build_datasets
 from lolcats.data.cache import content_hash
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.modeling.cache_size import cache_report, heads_in_budget
+from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_sizes, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.loading import load_base_model
@@ -244,9 +244,9 @@ def choose_heads(run: Run) -> None:
         run.model.set_exact(chosen)
         measure(run, "gates")
     run.report["exact_heads"] = run.model.config.exact_heads
-    run.report["cache"] = cache = cache_report(run.model.config, run.base_dtype)
-    if run.config.adjust.softmax_control:
-        cache["bytes"] = cache["softmax_bytes"]
+    own, softmax = cache_sizes(run.model.config, REPORTED_TOKENS, run.base_dtype)
+    own = softmax if run.config.adjust.softmax_control else own
+    run.report["cache"] = {"tokens": REPORTED_TOKENS, "bytes": own, "softmax_bytes": softmax}
 
 
 def train_stage_2(run: Run) -> LolcatsForCausalLM | PeftModel:

@@ -146,14 +146,9 @@ def _merged_heads(y_BHTD: Tensor) -> tuple[Tensor, None]:
     return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
 
 
-@torch.compiler.disable
-def _not_compiled(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """`lolcats_attention` between two compiled graphs.
-
-    States are written in place and lengths grow; in a graph, each length would be a reason to compile or to
-    capture again. What lies between the layers' attention compiles with fixed shapes.
-    """
-    return lolcats_attention(*args, **kwargs)
+# Between two compiled graphs: states are written in place and lengths grow; in a graph, each length would be a reason
+# to compile or to capture again. What lies between the layers' attention compiles with fixed shapes.
+_not_compiled = torch.compiler.disable(lolcats_attention)
 
 
 def lolcats_mask(*sizes: Any, use_vmap: bool = False, **kwargs: Any) -> None:

@@ -48,12 +48,6 @@ def cache_sizes(config: LolcatsConfig, tokens: int, dtype: torch.dtype, exact: H
     return [cache_bytes(config, tokens, dtype, exact), cache_bytes(base, tokens, dtype)]
 
 
-def cache_report(config: LolcatsConfig, dtype: torch.dtype) -> dict[str, int]:
-    """`cache_sizes` after `REPORTED_TOKENS` tokens."""
-    sizes = cache_sizes(config, REPORTED_TOKENS, dtype)
-    return {"tokens": REPORTED_TOKENS, "bytes": sizes[0], "softmax_bytes": sizes[1]}
-
-
 def heads_in_budget(
     config: LolcatsConfig, budget: str, dtype: torch.dtype, ranked: Sequence[tuple[int, int]] | None = None
 ) -> dict[int, list[int]]:

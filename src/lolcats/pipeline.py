@@ -24,6 +24,7 @@ from lolcats.data import build_datasets
 from lolcats.data.cache import content_hash
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.modeling.balance import balance_keys
 from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_sizes, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
@@ -264,6 +265,9 @@ def train_stage_2(run: Run) -> LolcatsForCausalLM | PeftModel:
 def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     """Write the folder, compare it with the model that was measured, and print the table."""
     config, group, report = run.config, run.group, run.report
+    if run.model.config.attention.cache_bits == 8 and run.partial is None and not run.sharded:
+        report["cache"]["balanced_layers"] = count = balance_keys(run.model.eval())
+        run.console.print(f"keys for 8 bits: channels balanced in {count} of {len(run.model.config.layer_heads)} layers")
     report["identity"] = content_hash(run.identity("adjust", run.validation) | {"heads": run.model.config.exact_heads})
     report["provenance"] = provenance()
     run.model.config.provenance = report["provenance"] | {"config": report["config"]}

@@ -1,0 +1,68 @@
+"""Keys' channels of one range: the same function, and less lost in 8 bits."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lolcats.config import AdjustSection
+from lolcats.config.attention import AttentionConfig
+from lolcats.conversion import convert
+from lolcats.modeling.balance import balance_keys
+from lolcats.modeling.call import SOFTMAX
+from lolcats.training.lora import add_lora
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+IDS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(0))
+
+
+def model_with_outliers(**attention):
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)).eval()
+    for layer in base.model.layers:  # as Qwen2 has them
+        layer.self_attn.k_proj.bias.data[[3, 11, 16 + 5]] = torch.tensor([60.0, -25.0, 90.0])
+    model = convert(base, AttentionConfig(window_size=8, exact=("0.1",), **attention)).eval()
+    for _, layer in model.linear_layers():
+        for weight in (layer.q_weight, layer.k_weight):
+            weight.data += 0.1 * torch.randn_like(weight)
+    return model
+
+
+def logits(model, **call):
+    with torch.no_grad():
+        return model(IDS, use_cache=False, **call).logits
+
+
+@pytest.mark.parametrize("share", ["kv_head", "query_head"])
+def test_the_function_stays_and_eight_bits_lose_less(share):
+    model = model_with_outliers(share_state=share)
+    softmax, hybrid = logits(model, attention_call=SOFTMAX), logits(model)
+    packed = copy.deepcopy(model)
+    packed.set_attention(cache_bits=8)
+    lost = (logits(packed) - hybrid).norm()
+    assert balance_keys(model) == 2
+    assert torch.equal(logits(model, attention_call=SOFTMAX), softmax)
+    torch.testing.assert_close(logits(model), hybrid, rtol=1e-5, atol=1e-5)
+    model.set_attention(cache_bits=8)
+    assert (logits(model) - hybrid).norm() < 0.7 * lost
+
+
+def test_keys_behind_a_norm_stay_as_they_are():
+    torch.manual_seed(0)
+    model = convert(Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval(), AttentionConfig(window_size=8))
+    before = copy.deepcopy(model.state_dict())
+    assert balance_keys(model) == 0
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_adapters_are_scaled_with_their_layers():
+    model = model_with_outliers()
+    adapted = add_lora(model, AdjustSection())
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_()
+    before = logits(model)
+    assert balance_keys(model) == 2
+    torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)

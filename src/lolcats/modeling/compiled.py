@@ -23,8 +23,11 @@ from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.compat import CACHE_NAMES
 from lolcats.modeling.model import LolcatsForCausalLM
 
-# One row's products are then reductions, which read weights faster than cuBLAS.
-OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
+# One row's products are then reductions, which read weights faster than cuBLAS. Small models wait for launches: those
+# of q, k, v and of gate, up become one, and on Hopper a kernel starts before the one before it has ended.
+OPTIONS: dict[str, Any] = dict.fromkeys(
+    ("coordinate_descent_tuning", "combo_kernels", "benchmark_combo_kernel", "triton.enable_pdl"), True
+)
 MOST_VARIANTS = 64  # of a layer's code: kinds of layers, models of a process, one row or several
 _KNOWN_CODE = ("torch.nn.", "transformers.models.", "transformers.activations", "lolcats.")
 

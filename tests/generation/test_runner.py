@@ -1,6 +1,5 @@
 """Slots and the runner: rows that do not take part stay as they are; numbers rounded up for CUDA graphs."""
 
-import copy
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -12,8 +11,6 @@ from lolcats.errors import UserError
 from lolcats.generation.graphs import Graphs
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
-from lolcats.modeling.cache import HybridCacheLayer
-from lolcats.ops.hybrid_attention.planes import split_sums
 
 
 def padded(runner: Runner) -> Runner:
@@ -74,29 +71,6 @@ def test_before_a_capture_nothing_changes(kit, monkeypatch):
         before = before if passes else runner.cache.read(1)
     assert len(passes) == 1
     assert all(passes[0].values())
-
-
-@torch.no_grad()
-def test_slots_with_sums_in_planes(kit, model):
-    """As the kernel of 16-bit models' steps leaves them: the same results, and snapshots do not show it."""
-    model = copy.deepcopy(model).float()
-    whole, planes = Runner(model, 3, 64), Runner(model, 3, 64)
-    for part in planes.cache.parts.values():
-        assert isinstance(part, HybridCacheLayer)
-        part.state = part.state._replace(S=split_sums(part.state.S))
-    prompts = [kit.random_tokens(length, length) for length in (9, 30)]
-    addresses = [part.state.S.data_ptr() for part in planes.cache.parts.values()]
-    assert torch.equal(planes.prefill([0, 2], prompts), whole.prefill([0, 2], prompts))
-    for runner in (whole, planes):
-        runner.cache.write(1, 30, runner.cache.read(2))
-    for _ in range(10):
-        assert torch.equal(planes.decode([3, 5, 6]), whole.decode([3, 5, 6]))
-    assert torch.equal(planes.prefill([0], prompts[:1]), whole.prefill([0], prompts[:1]))
-    expected = whole.cache.read(2)
-    for name, tensor in planes.cache.read(2).items():
-        assert torch.equal(tensor, expected[name]), name
-    assert expected["0.S"].any()
-    assert addresses == [part.state.S.data_ptr() for part in planes.cache.parts.values()]
 
 
 def test_states_stay_at_their_addresses(any_model):

@@ -324,7 +324,7 @@ def check_decoding(case: Case, step: Callable = triton_step, *, mask: Tensor | N
     real = torch.ones(case.q.shape[::2], dtype=torch.bool, device=DEVICE) if mask is None else mask
     y_row, after = alone(*packed(exact(case), real), **options)
     expected = unpacked(y_row, real)
-    found = {f"output of step {t}": y[:, :, t] for t in range(y.shape[2])} | state.joined()._asdict()
+    found = {f"output of step {t}": y[:, :, t] for t in range(y.shape[2])} | state._asdict()
     right = {f"output of step {t}": expected[:, :, t] for t in range(y.shape[2])} | after._asdict()
     assert_near(found, right, case.q.dtype)
     assert torch.equal(state.position, after.position)

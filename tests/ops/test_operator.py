@@ -38,7 +38,6 @@ from kit import (
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack, unpack
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
-from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 from lolcats.ops.packing import Packing
 
 chunked_module = import_module("lolcats.ops.hybrid_attention.chunked")
@@ -237,7 +236,7 @@ def test_keys_and_values_in_eight_bits(backend, config):
             outputs.append(part)
         found["parts"] = torch.cat(outputs, 2), after
     for own_y, after in found.values():
-        assert_near({"y": own_y, "S": after.joined().S}, {"y": y, "S": state.S}, case.q.dtype)
+        assert_near({"y": own_y, "S": after.S}, {"y": y, "S": state.S}, case.q.dtype)
         for name in ("k", "v", "sink_k", "sink_v"):
             assert torch.equal(unpack(getattr(after, name), case.q.dtype), getattr(state, name))
 
@@ -381,7 +380,7 @@ def test_long_blocks_leave(config):
 def test_steps_write_their_state_and_no_other_call_does(backend, config):
     """Rows of any memory layout; nothing is written where autograd, or a caller out of inference mode, may need it."""
     case = make_case(config, 30, batch=2, dtype=torch.float64 if backend == "chunked" else torch.float32)
-    state = case.part(0, 12).run(backend, return_state=True)[1].as_steps_keep(torch.float32)
+    state = case.part(0, 12).run(backend, return_state=True)[1]
     now, before, other = case.part(12, 13), state.clone(), state.clone()
     case.part(12, 14).run(backend, state=state, return_state=True)
     with torch.enable_grad():
@@ -428,7 +427,7 @@ def test_errors_do_not_grow(step, config, tokens):
     assert error[-quarter:].mean() <= (1.1 if step is chunked_step else 1.25) * error[quarter : 2 * quarter].mean()
     assert error.max() <= 3 * TOLERANCE[torch.bfloat16]
     # Sums of 4 000 float32 terms: at most 4 000 x 6e-8 = 2.4e-4, as a random walk 4e-6.
-    for found, right in ((state.joined().S, after.S), (state.z, after.z)):
+    for found, right in ((state.S, after.S), (state.z, after.z)):
         assert (found - right).norm() < 2e-5 * right.norm()
 
 
@@ -459,37 +458,3 @@ def test_cuda_graphs(config):
     assert torch.equal(torch.cat(outputs, dim=2), expected)
     for part, tensor in state._asdict().items():
         assert torch.equal(tensor, after._asdict()[part]), part
-
-
-# --- sums in two 16-bit planes ---------------------------------------------------------------------------------------
-
-# Zeros, the smallest and largest denormals, a half to round, a carry into the exponent, the largest number, infinities.
-BITS = [0x0, 0x1, 0x8000, 0x8001, 0x7FFFFF, 0x3F7FFFFF, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
-
-
-def test_planes_lose_nothing_and_the_first_is_the_nearest_bfloat16():
-    """Of all bit patterns above, of both signs, and random ones."""
-    special = torch.tensor(BITS)
-    bits = torch.cat([special, special - 2**31, torch.randint(-(2**31), 2**31, (4096 - 2 * len(BITS),))]).int()
-    S = bits.view(torch.float32).view(1, 64, 64)
-    planes = split_sums(S)
-    assert (planes.shape, planes.dtype, planes.nbytes) == ((1, 2, 64, 64), torch.int16, S.nbytes)
-    assert torch.equal(join_sums(planes).view(torch.int32), S.view(torch.int32))
-    assert split_sums(planes) is planes
-    assert join_sums(S) is S
-    comparable = S.isfinite() & ((S.view(torch.int32) & 0xFFFF) != 0x8000)  # torch rounds halves to even
-    assert torch.equal(planes[:, 0].view(torch.bfloat16)[comparable], S.to(torch.bfloat16)[comparable])
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-@torch.no_grad()
-def test_every_implementation_takes_planes(tokens):
-    case = make_case("terraced 4", 40 + tokens)
-    state = case.part(0, 40).run("auto", return_state=True)[1]
-    planes = state.as_steps_keep(torch.bfloat16)
-    assert in_planes(planes.S)
-    expected, after = case.part(40, None).run("auto", state=state.clone(), return_state=True)
-    y, found = case.part(40, None).run("auto", state=planes.clone(), return_state=True)
-    assert torch.equal(y, expected)
-    assert torch.equal(found.joined().S, after.S)
-    assert not torch.equal(after.S, state.S)

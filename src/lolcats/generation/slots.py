@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from lolcats.errors import UserError
 from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall, Rows
-from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
 
 class SlotCache(Cache):
@@ -120,10 +119,10 @@ class SlotCache(Cache):
     def read(self, slot: int) -> dict[str, Tensor]:
         """Copies of all that later tokens can see of a slot, by "part.name".
 
-        Keys and values come oldest first, sums in float32, whatever the form in which steps on this device keep them.
+        Keys and values come oldest first.
         """
         return {
-            f"{name}.{entry}": join_sums(buffer[part.held(slot, self.lengths[slot])].clone())
+            f"{name}.{entry}": buffer[part.held(slot, self.lengths[slot])].clone()
             for name, part in self.parts.items()
             for entry, buffer in part.buffers.items()
         }
@@ -141,12 +140,12 @@ class SlotCache(Cache):
             for entry, buffer in part.buffers.items():
                 if (new := tensors.get(f"{name}.{entry}")) is None:
                     raise ValueError(f"the state has no tensor '{name}.{entry}'")
-                old = join_sums(buffer[place])
+                old = buffer[place]
                 if (new.dtype, new.shape) != (old.dtype, old.shape):  # a smaller one would be broadcast
                     expected = f"expected {old.dtype} {list(old.shape)}"
                     got = f"got {new.dtype} {list(new.shape)}"
                     raise ValueError(f"the state does not fit layer {name}: {entry}: {expected}, {got}")
-                buffer[place] = (split_sums(new) if in_planes(buffer) else new).to(buffer.device)
+                buffer[place] = new.to(buffer.device)
         self.set_length(slot, length)
 
     @property
@@ -158,14 +157,9 @@ class SlotCache(Cache):
 def _after_one_token(model: Any) -> list[Any]:
     """Layers of a cache as decoding leaves them, filled without kernels, which would have to be compiled first."""
     cache = DynamicCache(config=model.config.get_text_config())
-    embedding_VD = model.get_input_embeddings().weight
-    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=embedding_VD.device)
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     plain = {ATTENTION_CALL: AttentionCall(backend="chunked")}
     model(input_ids=token_11, past_key_values=cache, use_cache=True, logits_to_keep=1, **plain)
-    for index, linear_attention in model.linear_layers():
-        state = cache.layers[index].state
-        if state.S.is_cuda and linear_attention.has_step_kernel(embedding_VD.dtype):
-            cache.layers[index].state = state.as_steps_keep(embedding_VD.dtype)
     return cache.layers
 
 

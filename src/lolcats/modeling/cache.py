@@ -337,7 +337,7 @@ class HybridCacheLayer(AttentionCacheLayer):
         """The new contents of a pass's rows in each buffer."""
         assert self.state is not None
         assert self._made is not None
-        made, self._made = self._made.stored_as(self.state.S), None
+        made, self._made = self._made, None
         return {name: getattr(made, name) for name in self.buffers}
 
     def held(self, row: int, length: int) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def heads_of_rank(layer: LayerHeads, rank: int, ranks: int) -> LayerHeads:
 
 def state_parts(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of the linear heads of a rank's `layer`; `dtype` is that of the model."""
-    return {} if layer.is_softmax else page_parts(empty_state(layer, config.attention, dtype), dtype)
+    return {} if layer.is_softmax else page_parts(empty_state(layer, config.attention, dtype))
 
 
 def state_bytes(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> int:

@@ -77,11 +77,8 @@ def hybrid_attention(
     is_step = state is not None and q_BHTD.shape[2] == 1 and cu_seqlens is None and not torch.is_grad_enabled()
     why_not = supports_step if is_step else supports
     kernels = has_kernel(backend, q_BHTD, lambda: why_not(*inputs, state=state))
-    if state is not None:
-        if is_step and not _writable(state):
-            state = state.clone()
-        if not (is_step and kernels):
-            state = state.joined()
+    if is_step and state is not None and not _writable(state):
+        state = state.clone()
     keeps_packed = is_packed(state.k) if state is not None else packed and config.window_size > 0
     if keeps_packed and not (is_step and kernels):  # the kernel of a step rounds by itself
         inputs = (q_BHTD, pack(k_BGTD), pack(v_BGTD), config, params)

@@ -9,7 +9,6 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
@@ -85,8 +84,7 @@ def _check_state(
     _expect("state.sink_k", state.sink_k, (batch, kv_heads, config.sinks, width))
     if config.feature_map is not None and params.k_weight is not None:
         features = params.k_weight.shape[2] * FEATURE_MAPS[config.feature_map].multiple
-        planes = (2,) if in_planes(state.S) else ()
-        _expect("state.S", state.S, (batch, params.k_weight.shape[0], *planes, features, dim))
+        _expect("state.S", state.S, (batch, params.k_weight.shape[0], features, dim))
 
 
 def _expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], note: str = "") -> None:

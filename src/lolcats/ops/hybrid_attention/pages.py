@@ -2,8 +2,7 @@
 
 A page holds one sequence's state in one layer. Its parts follow one another without gaps, widest type first:
 
-    S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`; with 16-bit
-                                          keys [S, 2, F, D] int16, see `planes`
+    S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`
     z                [S, F] float32
     k, v             [G, C, D] each       the ring of the window, in the keys' type or packed, [G, C, D + 4] int8
     sink_k, sink_v   [G, sinks, D] each
@@ -23,10 +22,9 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
-def page_parts(state: HybridState, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parts of a page, in order, as the state of one sequence of a model of this type has them, also on "meta"."""
-    parts = state.as_steps_keep(dtype)._asdict()
-    return {name: x[0] for name, x in parts.items() if name != "position"}
+def page_parts(state: HybridState) -> dict[str, Tensor]:
+    """The parts of a page, in order, as the state of one sequence has them, also one on "meta"."""
+    return {name: x[0] for name, x in state._asdict().items() if name != "position"}
 
 
 class StatePages:
@@ -54,7 +52,6 @@ class StatePages:
 
     def store(self, page_B: Tensor, state: HybridState) -> None:
         """Put states into the given pages, which are all different."""
-        state = state.stored_as(self.views["S"])
         for name, view in self.views.items():
             view[page_B] = getattr(state, name)
 

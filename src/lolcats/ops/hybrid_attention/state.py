@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
 
 class HybridState(NamedTuple):
@@ -17,8 +16,7 @@ class HybridState(NamedTuple):
 
     Attributes:
         S: [B, S, F, D] sum of phi_k(k_j) v_j^T over the tokens that left the window; float32 (float64
-            with float64 inputs). Empty (F = 0) without a linear part. The decoding kernel leaves that of 16-bit
-            models as int16 [B, S, 2, F, D], see `planes`; `joined` undoes it.
+            with float64 inputs). Empty (F = 0) without a linear part.
         z: [B, S, F] sum of phi_k(k_j) over the same tokens.
         k, v: [B, G, C, D] ring of the latest tokens' keys and values: the token at position p is in
             slot p % C. Slots of tokens that left the window keep stale contents. Or packed, [B, G, C, D + 4], see
@@ -41,20 +39,6 @@ class HybridState(NamedTuple):
 
     def clone(self) -> HybridState:
         return self.map(torch.clone)
-
-    def joined(self) -> HybridState:
-        """With S [B, S, F, D]; itself, if it is."""
-        return self._replace(S=join_sums(self.S)) if in_planes(self.S) else self
-
-    def stored_as(self, S: Tensor) -> HybridState:
-        """With its S in planes, if the given one is, else without."""
-        return self._replace(S=split_sums(self.S) if in_planes(S) else join_sums(self.S))
-
-    def as_steps_keep(self, dtype: torch.dtype) -> HybridState:
-        """With S as the decoding kernel keeps it for a model of this type: in planes for 16 bits; itself, if it is."""
-        if dtype.itemsize > 2:
-            return self.joined()
-        return self if in_planes(self.S) else self._replace(S=split_sums(self.S))
 
     @property
     def nbytes(self) -> int:

@@ -6,8 +6,7 @@ one sequence and one key/value head, and reads ring and state once for all of it
 sinks, ring) with running softmax sums, then the state. Where there are few sequences, several programs
 divide the columns of the values and of S, and each reads all keys.
 
-In memory S is [B, S, F, D], float32, or of 16-bit models [B, S, 2, F, D] in planes of which the second launch reads
-the first (`planes.py`); z is [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
+In memory S is [B, S, F, D] and z [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
 sinks are [B, G, sinks, D], in the type of the keys; or both are packed in 8 bits (`lolcats.ops.eight_bits`). All
 writes go to the state's own tensors, so a step can be captured in a CUDA graph. Importing this module needs Triton.
 
@@ -59,7 +58,6 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     store_vector,
 )
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
 
 try:
@@ -74,7 +72,7 @@ MOST_FOLDING = 1056
 # Rows of a tile that tensor cores take, and columns of the narrowest.
 LEAST = 16
 # Launches of the step for few and for many sequences: the fastest of twenty on an H200, head_dim 128.
-_FEW = {"BN": 64, "BF": 128, "num_warps": 4, "num_stages": 3}
+_FEW = {"BN": 64, "BF": 64, "num_warps": 4, "num_stages": 3}
 _MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
 _FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
 # Sequences of a tile of features.
@@ -122,12 +120,11 @@ def triton_step(
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1.
 
-    Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
-    split in planes; the returned state has the copies.
+    Weights may have any floating type. Tensors of `state` that are not contiguous are copied; the returned state has
+    the copies.
     """
     if not all(x.is_contiguous() for x in state):
         state = state.map(torch.Tensor.contiguous)
-    state = state.as_steps_keep(q_BH1D.dtype)
     return _launch_step(q_BH1D, k_BG1D, v_BG1D, config, params, state), state
 
 
@@ -187,7 +184,7 @@ def _launch_step(
     phi = None
     if k_weight is not None:
         sizes = (batch, heads, shape.F)
-        phi = q.new_empty(sizes, dtype=torch.bfloat16 if in_planes(state.S) else torch.float32)
+        phi = q.new_empty(sizes, dtype=torch.bfloat16 if q.dtype.itemsize == 2 else torch.float32)
         tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
         prepare_kernel[(cdiv(batch, tile) * heads + min(batch * state_heads, MOST_FOLDING),)](
             *rows[:3],
@@ -284,41 +281,19 @@ def _query_features(q, phi, maps, places, tile, head, heads, batch, M: tl.conste
 
 
 @triton.jit
-def _load_sums(S, lower, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
-    """S [P, D] in float32; `lower`: its second plane, see `planes`, or None."""
-    S_PD = load_matrix(S, 0, P, D, PB, DB)
-    if lower is not None:
-        bits_PD = (S_PD.to(tl.int32) << 16) + load_matrix(lower, 0, P, D, PB, DB)
-        S_PD = bits_PD.to(tl.float32, bitcast=True)
-    return S_PD
-
-
-@triton.jit
-def _store_sums(S, lower, S_PD, P: tl.constexpr, D: tl.constexpr):
-    """The inverse of `_load_sums`."""
-    if lower is not None:
-        bits_PD = S_PD.to(tl.int32, bitcast=True)
-        store_matrix(lower, bits_PD, 0, P, D)
-        store_matrix(S, (bits_PD + 32768) >> 16, 0, P, D)
-    else:
-        store_matrix(S, S_PD, 0, P, D)
-
-
-@triton.jit
-def _fold_piece(k_NP, v_ND, S, lower, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
+def _fold_piece(k_NP, v_ND, S, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
     """S += k^T v for S [P, D] in memory, in float32."""
     HALF: tl.constexpr = PB // 2
     if (PB * DB > _PIECE) and (PB > 16):
         left_NP, right_NP = tl.split(tl.permute(tl.reshape(k_NP, [k_NP.shape[0], 2, HALF]), [0, 2, 1]))
         LEFT: tl.constexpr = P if P < HALF else HALF
-        _fold_piece(left_NP, v_ND, S, lower, LEFT, D, HALF, DB)
+        _fold_piece(left_NP, v_ND, S, LEFT, D, HALF, DB)
         if P > HALF:
-            at_right = None if lower is None else lower + HALF * D
-            _fold_piece(right_NP, v_ND, S + HALF * D, at_right, P - HALF, D, HALF, DB)
+            _fold_piece(right_NP, v_ND, S + HALF * D, P - HALF, D, HALF, DB)
     else:
-        S_PD = dot(tl.trans(k_NP), v_ND.to(tl.float32), _load_sums(S, lower, P, D, PB, DB))
+        S_PD = dot(tl.trans(k_NP), v_ND.to(tl.float32), load_matrix(S, 0, P, D, PB, DB))
         tl.debug_barrier()  # all threads have read S
-        _store_sums(S, lower, S_PD, P, D)
+        store_matrix(S, S_PD, 0, P, D)
 
 
 @triton.jit
@@ -350,8 +325,7 @@ def _fold(keys, values, maps, S, z, head, slot, first, kind: tl.constexpr, COUNT
             z_P = load_vector(z + half * P, P, shape.PB) + tl.sum(phi_NP, 0)
             tl.debug_barrier()  # all threads have read z
             store_vector(z + half * P, z_P, P)
-            lower = S + (shape.F + half * P) * D if S.dtype.element_ty == tl.int16 else None
-            _fold_piece(phi_NP, v_ND, S + half * P * D, lower, P, D, shape.PB, shape.DB)
+            _fold_piece(phi_NP, v_ND, S + half * P * D, P, D, shape.PB, shape.DB)
 
 
 @triton.jit
@@ -370,7 +344,7 @@ def _leave(k, v, maps, places, b, head, kind: tl.constexpr, shape: tl.constexpr)
     C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
     COUNT: tl.constexpr = 1 if shape.SLIDING else W
     state = places.state
-    SIZE: tl.constexpr = shape.F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
+    SIZE: tl.constexpr = shape.F * D
     real, place = _place(b, places)
     if real:
         at = tl.load(state.position + b).to(tl.int32)
@@ -498,11 +472,10 @@ def _store_token(key, value, k_D, v_V, factor_k, factor_v, column_V, own, D: tl.
 
 @triton.jit
 def _add_state(phi_M, there_M, S, z, column_V, acc, total, BF: tl.constexpr, shape: tl.constexpr):
-    """Running sums after the state S [F, D], z [F] in memory; `phi_M` are the addresses of the queries' features."""
+    """Running sums after the state S [F, D], z [F] in memory; `phi_M` are the addresses of the queries' features,
+    in whose type S is multiplied."""
     F: tl.constexpr = shape.F
     D: tl.constexpr = shape.D
-    if S.dtype.element_ty == tl.int16:
-        S = S.to(tl.pointer_type(tl.bfloat16), bitcast=True)
     for begin in tl.range(0, F, BF):
         f = begin + tl.arange(0, BF)
         phi_MF = tl.load(phi_M[:, None] + f[None, :], mask=there_M[:, None] & (f < F)[None, :], other=0.0)
@@ -511,7 +484,7 @@ def _add_state(phi_M, there_M, S, z, column_V, acc, total, BF: tl.constexpr, sha
             S + f[:, None] * D + column_V[None, :], mask=(f < F)[:, None] & (column_V < D)[None, :], other=0.0
         )
         total += tl.sum(phi_MF.to(tl.float32) * z_F[None, :], 1)
-        acc = dot(phi_MF, S_FV, acc)
+        acc = dot(phi_MF, S_FV.to(phi_MF.dtype), acc)
     return acc, total
 
 
@@ -616,11 +589,10 @@ def step_kernel(
             total *= weighs
 
         if shape.MAP != "none":
-            SIZE: tl.constexpr = F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
             for s in tl.range(0, SHARES):
                 mine = there if SHARES == 1 else row == s
                 own = g * SHARES + s
-                S = state.S + place * strides.S + own * SIZE
+                S = state.S + place * strides.S + own * F * D
                 z = state.z + place * strides.z + own * F
                 phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
                 acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)

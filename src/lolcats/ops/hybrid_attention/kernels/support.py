@@ -11,7 +11,6 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,7 +44,7 @@ def supports(
         return f"There are {config.sinks} sinks; the kernels take up to {MAX_SINKS}."
     if config.window_size > MAX_WINDOW:
         return f"The window size is {config.window_size}; the kernels take up to {MAX_WINDOW}."
-    if state is not None and state.S.dtype != torch.float32 and not in_planes(state.S):
+    if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None
 

@@ -267,7 +267,7 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     config, group, report = run.config, run.group, run.report
     if run.model.config.attention.cache_bits == 8 and run.partial is None and not run.sharded:
         report["cache"]["balanced_layers"] = count = balance_keys(run.model.eval())
-        run.console.print(f"keys for 8 bits: channels balanced in {count} of {len(run.model.config.layer_heads)} layers")
+        run.console.print(f"layers whose keys were balanced for 8 bits: {count}")
     report["identity"] = content_hash(run.identity("adjust", run.validation) | {"heads": run.model.config.exact_heads})
     report["provenance"] = provenance()
     run.model.config.provenance = report["provenance"] | {"config": report["config"]}

@@ -1,15 +1,23 @@
-"""`lolcats bench` and the scripts of benchmarks/ on the tiny shape, on a CPU."""
+"""The scripts of benchmarks/ on the tiny shape, on a CPU."""
 
 import json
+import sys
 
+import attention
 import attention_calls
 import decode
 import pytest
 import torch
 import train
-from typer.testing import CliRunner
+from bench_tools import main
 
-from lolcats.cli.app import app
+from lolcats.errors import UserError
+
+SCRIPTS = {
+    "attention": (attention, attention.AttentionBench),
+    "decode": (decode, decode.DecodeBench),
+    "train": (train, train.TrainBench),
+}
 
 DECODE = [
     "decode", "--model", "tiny", "--batches", "1,2", "--softmax-batches", "1,2", "--prompt-tokens", "12",
@@ -25,15 +33,26 @@ ATTENTION = [
 
 
 @pytest.fixture
-def bench(tmp_path):
+def call(monkeypatch):
+    """`call(NAME, *arguments)`: the script of this name."""
+
+    def run(name, *arguments):
+        script, kind = SCRIPTS[name]
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        main(vars(script), kind())
+
+    return run
+
+
+@pytest.fixture
+def bench(call, tmp_path, capsys):
     """`bench(*arguments)` -> (what was printed, the JSON file)."""
 
     def run(*arguments):
         file = tmp_path / "new" / "out.json"
-        result = CliRunner().invoke(app, ["bench", *arguments, "--json", str(file)], catch_exceptions=False)
-        assert result.exit_code == 0, result.output
+        call(*arguments, "--json", str(file))
         assert [path.name for path in file.parent.iterdir()] == ["out.json"]
-        return result.stdout, json.loads(file.read_text())
+        return capsys.readouterr().out, json.loads(file.read_text())
 
     return run
 
@@ -106,10 +125,10 @@ def test_decode_with_exact_heads(bench):
         (["decode", "--new-tokens", "0"], "must be at least 1"),
     ],
 )
-def test_wrong_options(arguments, message):
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 1
-    assert message in " ".join(result.stderr.split())
+def test_wrong_options(call, arguments, message):
+    with pytest.raises(UserError) as refused:
+        call(*arguments)
+    assert message in str(refused.value)
 
 
 def test_packed_sequences(bench):

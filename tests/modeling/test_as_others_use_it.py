@@ -5,7 +5,6 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
@@ -66,37 +65,6 @@ def test_auto_model_gives_hidden_states(model, kit, tmp_path):
     hidden.save_pretrained(tmp_path / "hidden")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hidden")
     assert torch.equal(again(input_ids).logits, model(input_ids).logits)
-
-
-def test_sequence_classification(model, kit, tmp_path):
-    model.save_pretrained(tmp_path / "causal")
-    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=3).eval()
-    input_ids, labels = kit.tokens(2, 9), torch.tensor([2, 0])
-    logits = []
-    for side in ("left", "right"):
-        mask = kit.padding([9, 4], 9, side)
-        logits.append(classifier(input_ids.roll(0 if side == "left" else 4, 1), attention_mask=mask).logits)
-    hidden = model.base_model(input_ids[:1]).last_hidden_state[:, -1]
-    torch.testing.assert_close(classifier(input_ids[:1]).logits, classifier.score(hidden))
-    torch.testing.assert_close(logits[0][1], classifier(input_ids[1:, 5:]).logits[0])
-    torch.testing.assert_close(logits[1][1], classifier(input_ids.roll(4, 1)[1:, :4]).logits[0])
-    padded = input_ids.clone()
-    padded[0, 6:] = 0  # pad_token_id
-    torch.testing.assert_close(
-        classifier(padded).logits[0], classifier(padded, attention_mask=(padded != 0).long()).logits[0]
-    )
-    classifier.train()
-    assert classifier(input_ids).past_key_values is None
-    classifier(input_ids, labels=labels).loss.backward()
-    assert classifier.score.weight.grad.abs().sum() > 0
-    assert next(classifier.linear_layers())[1].q_weight.grad.abs().sum() > 0
-    classifier.save_pretrained(tmp_path / "classifier")
-    again, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert torch.equal(again(input_ids).logits, classifier.eval()(input_ids).logits)
-    classifier.config.text_config.pad_token_id = None
-    with pytest.raises(ValueError, match="Pass attention_mask, or set pad_token_id"):
-        classifier(input_ids)
 
 
 def test_continuous_batching_is_refused(model, kit):

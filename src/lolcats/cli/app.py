@@ -10,7 +10,6 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from lolcats.cli.analyse import analyse, report
-from lolcats.cli.bench import bench
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
 from lolcats.cli.console import Group, prepare_libraries, shipped_file
@@ -92,4 +91,3 @@ for command in COMMANDS:
     app.command(name)(command)
 app.add_typer(blocks, name="blocks")
 app.add_typer(recipes, name="recipes")
-app.add_typer(bench, name="bench")

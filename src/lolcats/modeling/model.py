@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import ATTENTION_NAME, find_sequences
@@ -288,50 +287,3 @@ class LolcatsModel(LolcatsPreTrainedModel):
             use_cache = False
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": use_cache, CACHE: cache}
         return self.get_decoder()(**given, **kwargs)
-
-
-class LolcatsForSequenceClassification(LolcatsModel):
-    """A linearized model with a head that classifies sequences by their last token."""
-
-    def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
-        super().__init__(config, base_model)
-        labels: Any = config.num_labels
-        self.score = nn.Linear(config.text_config.hidden_size, labels, bias=False, dtype=self.dtype)
-        self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As `LolcatsModel.forward`, with logits [B, labels] of each row's last token.
-
-        That is the last one in attention_mask, else the last that is not `pad_token_id`.
-        """
-        output = super().forward(input_ids, attention_mask, **kwargs)
-        hidden_BTD = output.last_hidden_state
-        pad, real_BT = self.config.text_config.pad_token_id, attention_mask
-        if real_BT is None and input_ids is not None and pad is not None:
-            real_BT = input_ids != pad
-        if real_BT is None:
-            if len(hidden_BTD) > 1:
-                raise ValueError("which tokens of the rows are padding? Pass attention_mask, or set pad_token_id")
-            last_B = hidden_BTD.new_full((1,), hidden_BTD.shape[1] - 1, dtype=torch.int64)
-        else:
-            tokens = hidden_BTD.shape[1]
-            last_B = (real_BT[:, -tokens:] * torch.arange(tokens, device=real_BT.device)).argmax(1)
-        rows_B = torch.arange(len(hidden_BTD), device=hidden_BTD.device)
-        logits = self.score(hidden_BTD[rows_B, last_B.to(hidden_BTD.device)])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=output.hidden_states,
-            attentions=output.attentions,
-            **{CACHE: output.get(CACHE)},
-        )

@@ -16,7 +16,6 @@ CLASSES = {
     "AutoConfig": "LolcatsConfig",
     "AutoModel": "LolcatsModel",
     "AutoModelForCausalLM": "LolcatsForCausalLM",
-    "AutoModelForSequenceClassification": "LolcatsForSequenceClassification",
 }
 AUTO_MAP = {auto_class: f"{ENTRY}.{name}" for auto_class, name in CLASSES.items()}
 PATTERNS = (f"{ENTRY}.py", "lolcats_*.py")

@@ -1,0 +1,133 @@
+"""Models served by vLLM, one after another: output tokens/s, time to the first token, time between tokens.
+
+    python benchmarks/served.py original/ out/ --json FILE                        # each with an FP8 cache, and without
+    python benchmarks/served.py --random llama3-8b --tokenizer original/ --json FILE  # weights that vLLM makes itself
+
+`vllm serve` with its defaults and `vllm bench serve` as its client; random prompts in the first model's tokens.
+What fails says why in the file, and the next model goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench_tools import describe
+
+from lolcats.plan import SHAPES
+from lolcats.provenance import provenance
+
+PORT = 8123
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+# (clients, tokens of a prompt, of an answer, requests)
+ROWS = ((1, 1024, 512, 4), (64, 8192, 512, 64), (256, 1024, 2048, 256), (64, 32000, 512, 64), (256, 32000, 512, 256))
+SHOWN = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "completed")
+
+
+def random_folders(shape: str, tokenizer: str, folder: Path) -> list[Path]:
+    """Configurations of a softmax model and of one by the default recipe, with a tokenizer and its vocabulary."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    from lolcats.config import LinearizeConfig
+    from lolcats.conversion import convert
+    from lolcats.recipes import load_recipe
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    sizes = SHAPES[shape] | {"vocab_size": len(words), "max_position_embeddings": 65536}
+    layers, kv_heads = sizes["num_hidden_layers"], sizes["num_key_value_heads"]
+    recipe = LinearizeConfig.from_dict(load_recipe("lolcats-hybrid")).attention
+    heads = tuple(f"{layer}.{head}" for layer in range(1, layers, 2) for head in range(kv_heads // 2))  # a quarter
+    config = LlamaConfig(**sizes, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        linearized = convert(base, replace(recipe, exact=heads, linear_length_cap=4096)).config
+    linearized.architectures = ["LolcatsForCausalLM"]
+    made = {folder / "softmax": config, folder / "lolcats-hybrid": linearized}
+    for path, each in made.items():
+        each.save_pretrained(path)
+        words.save_pretrained(path)
+    return list(made)
+
+
+@contextmanager
+def server(model: str, options: list[str], log: Path) -> Iterator[float]:
+    """A server of `model` within the block; gives the seconds until it answered."""
+    began_s = time.perf_counter()
+    command = [*VLLM, "serve", model, "--port", str(PORT), "--served-model-name", "m", *options]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        while not _answers():
+            if process.poll() is not None or time.perf_counter() - began_s > 900:
+                raise RuntimeError("the server did not start: " + log.read_text(errors="replace")[-2000:])
+            time.sleep(1)
+        yield time.perf_counter() - began_s
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+
+
+def _answers() -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2).status == 200)
+    except OSError:
+        return False
+
+
+def measure(tokenizer: str, row: tuple[int, int, int, int], file: Path) -> dict[str, Any]:
+    """What vLLM's own client reports of a row."""
+    clients, prompt, new, requests = row
+    command = [*VLLM, "bench", "serve", "--base-url", f"http://127.0.0.1:{PORT}", "--model", "m"]
+    command += ["--tokenizer", tokenizer, "--dataset-name", "random", "--random-input-len", str(prompt), "--ignore-eos"]
+    command += ["--random-output-len", str(new), "--max-concurrency", str(clients), "--num-prompts", str(requests)]
+    subprocess.run([*command, "--save-result", "--result-filename", str(file)], check=True, stdout=subprocess.DEVNULL)
+    found = json.loads(file.read_text())
+    return {name: found.get(name) for name in SHOWN}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--random", choices=sorted(SHAPES), help="instead of models, random weights of this shape")
+    parser.add_argument("--tokenizer", help="of random weights")
+    parser.add_argument("--options", default="", help="of all servers")
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    report: dict[str, Any] = {"provenance": provenance(), "settings": {"options": given.options}, "rows": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, options = Path(scratch), given.options.split()
+        models = given.models
+        if given.random:
+            models = [str(path) for path in random_folders(given.random, given.tokenizer, folder)]
+            options += ["--load-format", "dummy"]
+        for model, cache in ((model, cache) for model in models for cache in ("fp8", "auto")):
+            entry = {"model": model, "kv_cache_dtype": cache}
+            try:
+                with server(model, [*options, "--kv-cache-dtype", cache], folder / "log") as ready_s:
+                    measure(models[0], (8, 2048, 16, 16), folder / "warm.json")  # compiles kernels
+                    for row in ROWS:
+                        named = dict(zip(("clients", "prompt_tokens", "new_tokens", "requests"), row, strict=True))
+                        found = entry | named | {"ready_s": ready_s} | measure(models[0], row, folder / "row.json")
+                        report["rows"].append(found)
+                        print(*found.values(), flush=True)
+                        given.json.write_text(json.dumps(report, indent=1))
+            except Exception as error:  # the other models are still worth something
+                report["rows"].append(entry | {"error": describe(error)})
+                given.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

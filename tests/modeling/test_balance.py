@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Qwen3Config,
+)
 
 from lolcats.config import AdjustSection
 from lolcats.config.attention import AttentionConfig
@@ -49,12 +56,19 @@ def test_the_function_stays_and_eight_bits_lose_less(share):
     assert (logits(model) - hybrid).norm() < 0.7 * lost
 
 
-def test_keys_behind_a_norm_stay_as_they_are():
+@pytest.mark.parametrize(("config", "balanced"), [(Qwen3Config, 2), (Olmo2Config, 2), (Gemma3TextConfig, 0)])
+def test_keys_behind_a_norm(config, balanced):
+    """Of all channels, or of each head's; Gemma's norms multiply by one plus their weight."""
     torch.manual_seed(0)
-    model = convert(Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval(), AttentionConfig(window_size=8))
-    before = copy.deepcopy(model.state_dict())
-    assert balance_keys(model) == 0
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    base = AutoModelForCausalLM.from_config(config(**SIZES, pad_token_id=0)).eval()
+    for layer in base.model.layers:
+        layer.self_attn.k_norm.weight.data[[3, 11]] = torch.tensor([40.0, 9.0])
+    model = convert(base, AttentionConfig(window_size=8, exact=("0.1",), sliding_layers="linearize")).eval()
+    before, hybrid = copy.deepcopy(model.state_dict()), logits(model)
+    assert balance_keys(model) == balanced
+    torch.testing.assert_close(logits(model), hybrid, rtol=1e-5, atol=1e-5)
+    same = all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert same == (balanced == 0)
 
 
 def test_adapters_are_scaled_with_their_layers():

@@ -27,61 +27,66 @@ TOKENS = 16
 
 @torch.no_grad()
 def balance_keys(model: LolcatsForCausalLM) -> int:
-    """Scale queries' and keys' projections, and feature maps against them, in place; adapters of PEFT's, too.
+    """Scale what makes queries and keys, and feature maps against it, in place; adapters of PEFT's, too.
+
+    That are the weights of norms, where queries and keys have some (Qwen3, OLMo 2), else projections.
 
     Returns:
-        How many layers have other weights now. 0 where the model computes something else then, as with norms of queries
-        and keys or with other pairs of rotated channels than those half a head apart: its weights are as before.
+        How many layers have other weights now. 0 where the model would compute something else, as with Gemma's norms
+        (one plus a weight) or other pairs of rotated channels than those half a head apart: its weights are as before.
     """
-    layers = [(layer, model.model.get_submodule(layer.module)) for layer in model.config.layer_heads]
-    norms = [
-        getattr(model.model.get_submodule(x.module.rpartition(".")[0]), "input_layernorm", None) for x, _ in layers
-    ]
-    found = [
-        (layer, module, _factors(layer, module.k_proj, norm))
-        for (layer, module), norm in zip(layers, norms, strict=True)
-        if _is_plain(module)
-    ]
+    found = []
+    for layer in model.config.layer_heads:
+        attention = model.model.get_submodule(layer.module)
+        if (parts := _parts(attention)) is not None:
+            before = getattr(model.model.get_submodule(layer.module.rpartition(".")[0]), "input_layernorm", None)
+            found.append((layer, attention, parts, _factors(layer, parts[1], before)))
     token_1T = torch.arange(TOKENS, device=model.device)[None] % model.config.text_config.vocab_size
-    before = model(token_1T, use_cache=False, attention_call=SOFTMAX).logits
-    for layer, module, factor_GD in found:
-        _scale(layer, module, factor_GD)
-    if torch.equal(model(token_1T, use_cache=False, attention_call=SOFTMAX).logits, before):
+    logits = model(token_1T, use_cache=False, attention_call=SOFTMAX).logits
+    for layer, attention, parts, factor_GD in found:
+        _scale(layer, attention, parts, factor_GD)
+    if torch.equal(model(token_1T, use_cache=False, attention_call=SOFTMAX).logits, logits):
         return len(found)
-    for layer, module, factor_GD in found:
-        _scale(layer, module, 1 / factor_GD)
+    for layer, attention, parts, factor_GD in found:
+        _scale(layer, attention, parts, 1 / factor_GD)
     return 0
 
 
-def _is_plain(attention: Any) -> bool:
-    """Whether queries and keys go from projections with whole weights straight to the rotary embedding."""
-    if any(getattr(attention, name, None) is None for name in ("q_proj", "k_proj")):
-        return False
-    weights = [*attention.q_proj.parameters(), *attention.k_proj.parameters()]
+def _parts(attention: Any) -> tuple[Any, Any] | None:
+    """The last modules with weights before the rotary embedding, of queries and keys; None: not known, or sharded."""
+    kind = "norm" if any("norm" in name for name, _ in attention.named_children()) else "proj"
+    parts: Any = getattr(attention, f"q_{kind}", None), getattr(attention, f"k_{kind}", None)
+    if None in parts:
+        return None
+    weights = [x for part in parts for x in part.parameters()]
     whole = all(x.is_floating_point() and not isinstance(x.data, DTensor) for x in weights)
-    return whole and not any("norm" in name for name, _ in attention.named_children())
+    return parts if whole and weights else None
 
 
-def _factors(layer: LayerHeads, k_proj: Any, norm: nn.Module | None) -> Tensor:
-    """[G, D] powers of two: what each channel of the keys is divided by. Both of a rotated pair have the same."""
-    linear = getattr(k_proj, "base_layer", k_proj)
-    weight = linear.weight.float() if norm is None else linear.weight.float() * norm.weight.float()
-    reach = DEVIATIONS * weight.norm(dim=1) + (0 if linear.bias is None else linear.bias.float().abs())
-    reach_GD = reach.view(layer.num_kv_heads, 2, -1).amax(1).repeat(1, 2)
-    return (reach_GD / reach_GD.median(-1, keepdim=True).values).clamp_min(2**-8).log2().round().exp2()
+def _factors(layer: LayerHeads, part: nn.Module, before: nn.Module | None) -> Tensor:
+    """[G, D], or [1, D] for all heads: powers of two, what keys' channels are divided by; one a rotated pair."""
+    linear: Any = getattr(part, "base_layer", part)
+    if linear.weight.dim() == 1:
+        reach = linear.weight.float().abs()
+    else:
+        weight = linear.weight.float() if before is None else linear.weight.float() * before.weight.float()
+        reach = DEVIATIONS * weight.norm(dim=1) + (0 if linear.bias is None else linear.bias.float().abs())
+    reach_GD = reach.view(-1, 2, layer.head_dim // 2).amax(1).repeat(1, 2).clamp_min(torch.finfo(torch.float32).tiny)
+    return (reach_GD / reach_GD.median(-1, keepdim=True).values).clamp(2**-8, 2**8).log2().round().exp2()
 
 
-def _scale(layer: LayerHeads, attention: Any, factor_GD: Tensor) -> None:
-    groups = layer.num_heads // layer.num_kv_heads
-    query_HD = factor_GD.repeat_interleave(groups, 0)
-    for projection, factor in ((attention.q_proj, query_HD), (attention.k_proj, 1 / factor_GD)):
-        for name, x in projection.named_parameters():
+def _scale(layer: LayerHeads, attention: Any, parts: tuple[Any, Any], factor_GD: Tensor) -> None:
+    shared = len(factor_GD) == 1
+    query_HD = factor_GD if shared else factor_GD.repeat_interleave(layer.num_heads // layer.num_kv_heads, 0)
+    for part, factor in zip(parts, (query_HD, 1 / factor_GD), strict=True):
+        for name, x in part.named_parameters():
             if "lora_A" not in name:  # its rows are no channels
                 x.mul_(factor.flatten().view(-1, *[1] * (x.dim() - 1)).to(x.dtype))
     if layer.is_softmax:
         return
     linear = [head for head in range(layer.num_kv_heads) if head not in layer.exact]
+    own_GD = factor_GD.expand(layer.num_kv_heads, -1)[linear]
     for name, x in attention.linear_attention.named_parameters():  # [heads, D, P] each
         if name.endswith(("q_weight", "k_weight")):
-            own_GD = factor_GD[linear].repeat_interleave(len(x) // len(linear), 0)
-            x.mul_((own_GD if name.endswith("k_weight") else 1 / own_GD)[..., None])
+            own_SD = own_GD.repeat_interleave(len(x) // len(linear), 0)
+            x.mul_((own_SD if name.endswith("k_weight") else 1 / own_SD)[..., None])

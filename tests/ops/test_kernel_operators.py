@@ -59,8 +59,8 @@ def test_the_step_compiles():
 def test_the_scan_leaves_out_the_own_entry(reverse):
     """Features over a clamped denominator are 1e12: a sum less the own entry would lose all before it."""
     case = make_case("sliding 0", 640)
-    tensors = (case.q, case.k, case.v, *case.params.tensors, *[None] * 7)
-    x = Operands.of(tensors, 0, case.config, 0.25, None)
+    tensors = (case.q, case.k, case.v, *case.params.tensors, *[None] * 4)
+    x = Operands.of(tensors, case.config, 0.25, None)
     S = torch.randn(1, 1, 10, x.shape.F, x.shape.D, device=DEVICE)
     z = torch.rand(1, 1, 10, x.shape.F, device=DEVICE)
     S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12

@@ -81,7 +81,8 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         if steps < real:
             ends = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which the model refuses
             seen = ((common.seq_lens.cpu() if ends is None else ends)[:real] - lengths[:real]).tolist()
-        return HybridMetadata(PagedBatch(begin[: real + 1].tolist(), seen, self.page_B, self.position_B, steps=steps))
+        where = self.page_B, self.position_B, common.query_start_loc
+        return HybridMetadata(PagedBatch(begin[: real + 1].tolist(), seen, *where, steps=steps))
 
 
 def steps_in_pages(vllm_config: VllmConfig) -> bool:

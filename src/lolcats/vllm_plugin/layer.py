@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -237,7 +237,15 @@ class PagedHybridAttention(Page):
         if self.linear_attention is not None:
             if self.pages is None:
                 self.pages = StatePages(self.parts, self.kv_cache[0])
-            paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, self._step, self.heads)
+            own = {"config": self.linear_attention.config, "params": self._params()}
+            packed = self.linear_attention.config.cache_bits == 8
+            how: Any = {"attend": partial(hybrid_attention, packed=packed, **own)}
+            if self.steps_in_pages:
+                from lolcats.ops.hybrid_attention.kernels.decode import paged_step  # imports Triton
+                from lolcats.ops.hybrid_attention.kernels.prefill import prefill
+
+                how |= {"step": partial(paged_step, **own), "prefill": partial(prefill, **own)}
+            paged_attention(q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, heads_G=self.heads, **how)
         if self.ring is not None:
             holders: list[Any] = [self, *self.more_pages]
             pages = [(page.kv_cache[0], metadata[page.prefix].batch.page_B) for page in holders]
@@ -245,15 +253,6 @@ class PagedHybridAttention(Page):
             if self.has_sink:
                 settings["sink_logits"] = self.impl.sinks.unflatten(0, (k_NGD.shape[1], -1))[self.exact_heads].flatten()
             ring_attention(self.ring, q_NHD, k_NGD, v_NGD, pages, batch, y_NHD, self.exact_heads, **settings)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        config = self.linear_attention.config
-        return hybrid_attention(q, k, v, config, self._params(), packed=config.cache_bits == 8, **options)
-
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-        from lolcats.ops.hybrid_attention.kernels.decode import paged_step  # imports Triton
-
-        paged_step(q, k, v, self.linear_attention.config, self._params(), **options)
 
     @torch.no_grad()
     def _params(self) -> HybridParams:

@@ -53,7 +53,7 @@ def hybrid_attention(
         state: the state after the tokens before these; None: the sequences start here. With one token per row and
             without autograd it is updated in place, where its tensors allow it. Rows whose position is negative are
             then skipped: their states stay as they are, and their outputs are zero.
-        return_state: also return the state after these tokens.
+        return_state: also return the state after these tokens; that which kernels compute has no gradients.
         backend: "reference" (quadratic, whole sequences alone), "chunked" (linear time and memory, any device),
             "triton" (GPU kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
         shared: what follows from borders and positions, kept for the other layers of a forward pass, which
@@ -80,7 +80,7 @@ def hybrid_attention(
     if is_step and state is not None and not _writable(state):
         state = state.clone()
     keeps_packed = is_packed(state.k) if state is not None else packed and config.window_size > 0
-    if keeps_packed and not (is_step and kernels):  # the kernel of a step rounds by itself
+    if keeps_packed and not kernels:  # which round by themselves
         inputs = (q_BHTD, pack(k_BGTD), pack(v_BGTD), config, params)
 
     # Sums run in float32 here; autocast would turn the products into half precision.
@@ -94,17 +94,17 @@ def hybrid_attention(
             return triton_step(*inputs, state=state)
 
         before = state
-        if state is None and (not kernels or (return_state and cu_seqlens is not None)):
+        if state is None and (return_state or not kernels):
             before = initial_state(config, params, k_BGTD, cu_seqlens, packed=keeps_packed)
-        given: dict[str, Any] = {"fresh": state is None, "need_state": return_state, "shared": shared}
+        fresh = state is None
         if kernels:
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
-            return triton_attention(*inputs, state=before, cu_seqlens=cu_seqlens, **given)
+            options: dict[str, Any] = {"fresh": fresh, "packed": keeps_packed, "shared": shared}
+            y, after = triton_attention(*inputs, state=before, cu_seqlens=cu_seqlens, **options)
+            return y, (after if return_state else None)
         assert before is not None
-        if cu_seqlens is not None:
-            del given["shared"]  # each sequence has a position of its own
-        attend: Callable[..., tuple[Tensor, HybridState]] = partial(chunked, **given)
+        attend: Callable[..., tuple[Tensor, HybridState]] = partial(chunked, fresh=fresh, need_state=return_state)
         if backend == "reference":
             attend = reference
         if cu_seqlens is None:

@@ -16,9 +16,6 @@ key/value or state head) x c.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -51,7 +48,6 @@ def chunked(
     state: HybridState,
     fresh: bool = True,
     need_state: bool = True,
-    shared: dict[Hashable, Any] | None = None,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`.
 
@@ -72,8 +68,7 @@ def chunked(
     for begin in range(0, tokens, piece):
         q, k, v = (x[:, :, begin : begin + piece] for x in inputs)
         grid = Grid(config, positions[0] + begin, q.shape[2], q.device)
-        needed, own = need_state or begin + piece < tokens, shared if tokens <= piece else None
-        y_BHTD, state = _piece(q, k, v, config, params, state, grid, needed, own)
+        y_BHTD, state = _piece(q, k, v, config, params, state, grid, need_state or begin + piece < tokens)
         outputs.append(y_BHTD)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
 
@@ -119,12 +114,11 @@ def _piece(
     state: HybridState,
     grid: Grid,
     need_state: bool,
-    shared: dict[Hashable, Any] | None,
 ) -> tuple[Tensor, HybridState]:
     dtype = accumulation_dtype(q_BHTD.dtype)
     after = state
     if need_state or config.sinks:
-        after = push_tokens(state, config, k_BGTD, v_BGTD, shared=shared)
+        after = push_tokens(state, config, k_BGTD, v_BGTD)
     config = grid.config
     q_BHED = grid.place(q_BHTD, None, dtype)
     kept = (k_BGTD, state.k, v_BGTD, state.v)

@@ -13,10 +13,10 @@ a sequence's first token is never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.state import HybridState
@@ -64,46 +64,55 @@ class PagedBatch:
         seen: B numbers, tokens that each sequence had before the batch.
         page_B: page of each sequence, int32, on the device.
         position_B: `seen` on the device, int64.
+        begin_B: `begin` on the device.
         steps: how many of the first sequences have one token each, which goes into their pages without a copy of the
             states. What `begin` and `seen` say of these is not used.
 
     Attributes:
         singles: how many of the first sequences have one token each, `steps` if there are any.
+        shared: see `hybrid_attention`.
     """
 
     def __init__(
-        self, begin: Sequence[int], seen: Sequence[int], page_B: Tensor, position_B: Tensor, *, steps: int = 0
+        self, begin: Sequence[int], seen: Sequence[int], page_B: Tensor, position_B: Tensor, begin_B: Tensor, steps: int
     ) -> None:
         self.page_B, self.position_B, self.steps = page_B, position_B, steps
         self.begin, self.seen = begin, seen
         others = (row for row, (start, end) in enumerate(pairwise(begin)) if end - start != 1)
         self.singles = steps or next(others, len(seen))
-        rest = begin[self.singles :]
-        borders = torch.tensor([border - rest[0] for border in rest], device=page_B.device)
-        # Sequences that run in one call, and their borders as `hybrid_attention` takes them; None: one token each.
-        self.pieces = [(slice(steps, self.singles), None), (slice(self.singles, len(seen)), borders)]
+        self.shared: dict[Hashable, Any] = {}
+        # Sequences that run in one call, their pages and positions, and their borders; None: one token each.
+        self.pieces: list[tuple[slice, Tensor, Tensor, Tensor | None]] = []
+        for first, end in ((steps, self.singles), (self.singles, len(seen))):
+            if begin[first] < begin[end]:
+                borders = None if first < self.singles else begin_B[first : end + 1] - begin[first]
+                rows = slice(first, end)
+                self.pieces.append((rows, page_B[rows].long(), position_B[rows], borders))
 
 
 def paged_attention(
-    attend: Callable[..., tuple[Tensor, HybridState | None]],
     q_NHD: Tensor,
     k_NGD: Tensor,
     v_NGD: Tensor,
     pages: StatePages,
     batch: PagedBatch,
     y_NHD: Tensor,
+    *,
+    attend: Callable[..., tuple[Tensor, HybridState | None]],
     step: Callable[..., None] | None = None,
+    prefill: Callable[..., None] | None = None,
     heads_G: Tensor | None = None,
 ) -> None:
     """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
 
     Args:
-        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens and return_state.
         q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
         pages: states; those of the batch are written.
         y_NHD: is written where the batch has tokens.
+        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens and return_state.
         step: `kernels.decode.paged_step` as a function of q, k, v, parts, page_B, position_B, y_BH1D and heads_G; takes
             the batch's `steps`.
+        prefill: `kernels.prefill.prefill` as a function of all but config and params; takes all others.
         heads_G: int64, the key/value heads that the states belong to, where there are others, which are not read or
             written; None: all.
     """
@@ -113,23 +122,23 @@ def paged_attention(
         q, k, v, y = (x[: batch.steps, :, None] for x in (q_NHD, k_NGD, v_NGD, y_NHD))
         page_B, position_B = batch.page_B[: batch.steps], batch.position_B[: batch.steps]
         step(q, k, v, parts=pages.views, page_B=page_B, position_B=position_B, y_BH1D=y, heads_G=heads_G)
-    for rows, cu_seqlens in batch.pieces:
-        tokens = slice(batch.begin[rows.start], batch.begin[rows.stop])
-        if tokens.start == tokens.stop:
+    for rows, page_B, position_B, cu_seqlens in batch.pieces:
+        tokens, seen = slice(batch.begin[rows.start], batch.begin[rows.stop]), tuple(batch.seen[rows])
+        own, y_THD = [x[tokens] for x in (q_NHD, k_NGD, v_NGD)], y_NHD[tokens]
+        if prefill is not None and cu_seqlens is not None:
+            where: dict[str, Any] = {"page_N": page_B, "position_N": position_B, "cu_seqlens": cu_seqlens, "seen": seen}
+            prefill(*own, parts=pages.views, **where, y_THD=y_THD, heads_G=heads_G, shared=batch.shared)
             continue
-        page_B, position_B = batch.page_B[rows].long(), batch.position_B[rows]
-        own = [x[tokens] for x in (q_NHD, k_NGD, v_NGD)]
         if heads_G is not None:
             own = [x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in own]
         shape = (len(page_B), 1) if cu_seqlens is None else (1, -1)
         q_BHTD, k_BGTD, v_BGTD = (x.unflatten(0, shape).transpose(1, 2) for x in own)
-        before = pages.load(page_B, position_B) if any(batch.seen[rows]) else None
+        before = pages.load(page_B, position_B) if any(seen) else None
         y_BHTD, after = attend(q_BHTD, k_BGTD, v_BGTD, state=before, cu_seqlens=cu_seqlens, return_state=True)
         assert after is not None
         pages.store(page_B, after)
         y = y_BHTD.transpose(1, 2).flatten(0, 1)
         if heads_G is None:
-            y_NHD[tokens] = y
+            y_THD.copy_(y)
         else:
-            whole = y_NHD[tokens].unflatten(1, (kv_heads, -1))
-            whole.index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))
+            y_THD.unflatten(1, (kv_heads, -1)).index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))

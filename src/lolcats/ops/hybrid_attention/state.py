@@ -68,55 +68,27 @@ def once(shared: dict[Hashable, Any] | None, build: Callable[..., Any], *sources
     return shared[key]
 
 
-def push_tokens(
-    state: HybridState,
-    config: AttentionConfig,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    cu_seqlens: Tensor | None = None,
-    *,
-    shared: dict[Hashable, Any] | None = None,
-) -> HybridState:
-    """Ring, sinks and position after the new tokens; see `hybrid_attention`.
+def push_tokens(state: HybridState, config: AttentionConfig, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridState:
+    """Ring, sinks and position after the new tokens of every row; see `hybrid_attention`.
 
     S and z are returned as they are: what left the window is the caller's to fold.
     """
-    tokens = k_BGTD.shape[2]
-    length_N, ring, sinks = once(shared, _latest_and_first, config, state.position, cu_seqlens, tokens)
+    tokens, position_B = k_BGTD.shape[2], state.position
+    ring_BC = ring_positions(position_B + tokens, config.capacity)
+    sinks_BC = torch.arange(config.sinks, device=position_B.device).expand(len(position_B), -1)
 
-    def gather(wanted: tuple[Tensor, Tensor], old_NGCD: Tensor, new_BGTD: Tensor) -> Tensor:
-        """The requested tokens, from the new ones where they are among them, else the old ones."""
-        index_NC, is_new_NC = wanted
-        if index_NC.shape[1] == 0 or tokens == 0:
-            return old_NGCD
-        if cu_seqlens is None:
-            found_NGCD = new_BGTD.take_along_dim(index_NC[:, None, :, None], 2)
-        else:
-            found_NGCD = new_BGTD[0].transpose(0, 1)[index_NC].transpose(1, 2)
-        return torch.where(is_new_NC[:, None, :, None], found_NGCD.to(old_NGCD.dtype), old_NGCD)
+    def gather(wanted_BC: Tensor, old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
+        """The tokens at the wanted positions, from the new ones where they are among them, else the old ones."""
+        if wanted_BC.shape[1] == 0 or tokens == 0:
+            return old_BGCD
+        token_B1C1 = (wanted_BC - position_B[:, None])[:, None, :, None]
+        found_BGCD = new_BGTD.take_along_dim(token_B1C1.clamp(0, tokens - 1), 2)
+        return torch.where((token_B1C1 >= 0) & (token_B1C1 < tokens), found_BGCD.to(old_BGCD.dtype), old_BGCD)
 
     return state._replace(
-        k=gather(ring, state.k, k_BGTD),
-        v=gather(ring, state.v, v_BGTD),
-        sink_k=gather(sinks, state.sink_k, k_BGTD),
-        sink_v=gather(sinks, state.sink_v, v_BGTD),
-        position=state.position + length_N,  # each layer's own, as steps write it
+        k=gather(ring_BC, state.k, k_BGTD),
+        v=gather(ring_BC, state.v, v_BGTD),
+        sink_k=gather(sinks_BC, state.sink_k, k_BGTD),
+        sink_v=gather(sinks_BC, state.sink_v, v_BGTD),
+        position=position_B + tokens,
     )
-
-
-def _latest_and_first(
-    config: AttentionConfig, position_N: Tensor, cu_seqlens: Tensor | None, tokens: int
-) -> tuple[Tensor | int, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """How many new tokens there are; for the ring's slots and for the sinks the new token of each and whether it has
-    one, both [N, C]."""
-    start_N1: Tensor | int = 0
-    length_N: Tensor | int = tokens
-    if cu_seqlens is not None:
-        start_N1, length_N = cu_seqlens[:-1, None].long(), cu_seqlens.diff().long()
-    end_N = position_N + length_N
-    found = []
-    for wanted_NC in (ring_positions(end_N, config.capacity), torch.arange(config.sinks, device=end_N.device)):
-        offset_NC = wanted_NC - position_N[:, None]
-        is_new_NC = (offset_NC >= 0) & (wanted_NC < end_N[:, None])
-        found.append(((start_N1 + offset_NC).clamp(0, max(tokens - 1, 0)), is_new_NC))
-    return length_N, found[0], found[1]

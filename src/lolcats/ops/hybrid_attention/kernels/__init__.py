@@ -2,11 +2,12 @@
 
     support       which calls the kernels take
     op            the calls that `hybrid_attention` makes of forward and backward, as a function with a gradient
+    prefill       many tokens with states, without one
     forward       states before every chunk, then outputs
     backward      the gradients of both
     decode        one token with a state
     softmax_step  one token of softmax attention, for exact heads
-    store_tokens  new keys and values into a cache, in 8 bits if it keeps these
+    store_tokens  new keys and values into a cache, or behind its own, in 8 bits if it keeps these
     operands      what a call gives to its kernels
     segments      where packed sequences lie
     tiles         what all kernels share: loads, products, feature maps, windows

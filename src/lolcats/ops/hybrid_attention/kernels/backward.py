@@ -85,14 +85,12 @@ def backward(
     before: States,
     out: Outputs,
     dy: Tensor,
-    dS: Tensor | None,
-    dz: Tensor | None,
     *,
     need_inputs: bool,
     need_weights: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the operator's first tensors, in their order, shapes and types, from those of y and of the final
-    state; None where not needed. Those of rows' sinks are in the gradients of k and v.
+    """Gradients of the operator's first tensors, in their order, shapes and types, from that of y; None where not
+    needed. Those of rows' sinks are in the gradients of k and v.
 
     before: the forward pass's states, without their ends; not read without a linear part.
     need_inputs: those of q, k, v and the sinks, which training only the feature maps does not need.
@@ -103,7 +101,7 @@ def backward(
     tile_dsink = window.tile_dsink
     if tile_dsink is not None and queries.tile_at_sink is not None:
         tile_dsink = tile_dsink - x.gamma[:, None] * queries.tile_at_sink
-    states = state_gradients(x, queries, dy, dS, dz) if x.shape.F else None
+    states = state_gradients(x, queries, dy) if x.shape.F else None
     dk = dv = None
     of_maps: tuple[Tensor | None, ...] = (None,) * 4
     if need_inputs or need_weights:
@@ -122,7 +120,6 @@ def backward(
     return (
         *(queries.dq, dk, dv, _of_heads(x.gamma, queries.tile_dgamma), *of_maps),
         _of_heads(x.sink_logits, tile_dsink),
-        *((None, None) if states is None or x.S is None else states[2:]),
         *sinks,
     )
 
@@ -488,11 +485,8 @@ def query_gradient_kernel(
 # States, keys and values.
 
 
-def state_gradients(x: Operands, queries: QueryGradients, dy: Tensor, dS: Tensor | None, dz: Tensor | None) -> States:
-    """What the sums receive from all that comes after each chunk; the ends: what the initial state receives.
-
-    `dS`, `dz`: gradients of the final state, or None.
-    """
+def state_gradients(x: Operands, queries: QueryGradients, dy: Tensor) -> States:
+    """What the sums receive from all that comes after each chunk."""
     states = States.empty(x)
     state_gradient_kernel[(states.z.shape[:3].numel() * cdiv(x.shape.D, _COLUMNS),)](
         x.layout,
@@ -506,7 +500,7 @@ def state_gradients(x: Operands, queries: QueryGradients, dy: Tensor, dS: Tensor
         num_warps=4,
         num_stages=1 if x.wide else 3,
     )
-    scan_chunks(x, states, dS, dz, reverse=True)
+    scan_chunks(x, states, None, None, reverse=True)
     return states
 
 

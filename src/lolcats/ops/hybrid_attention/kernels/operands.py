@@ -218,14 +218,22 @@ class Operands:
 
     @classmethod
     def of(
-        cls, tensors: Sequence[Any], sequences: int, config: AttentionConfig, scale: float, softcap: float | None
+        cls,
+        tensors: Sequence[Any],
+        config: AttentionConfig,
+        scale: float,
+        softcap: float | None,
+        *,
+        sequences: int = 0,
+        base: Tensor | None = None,
+        sums: tuple[Tensor, Tensor] | None = None,
     ) -> Operands:
-        """From all tensors, in their order; the sinks of rows are not among them."""
-        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, S, z, sink_k, sink_v, *layout = tensors
-        if config.sinks and layout[1] is None:
+        """From all tensors that may have gradients, and `table` and `slots`; the sinks of rows are not among them."""
+        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, sink_k, sink_v, table, slots = tensors
+        if config.sinks and table is None:
             sink_k, sink_v = k[:, :, : config.sinks], v[:, :, : config.sinks]
-        maps = FeatureMaps(q_weight, k_weight, q_bias, k_bias)
-        inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(*layout))
+        maps, (S, z) = FeatureMaps(q_weight, k_weight, q_bias, k_bias), sums or (None, None)
+        inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(base, table, slots))
         return cls(*inputs, sequences, config, scale, softcap)
 
     @cached_property

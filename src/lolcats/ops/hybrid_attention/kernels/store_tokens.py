@@ -1,85 +1,140 @@
-"""New keys and values into their places in a cache, packed into 8 bits if it keeps these, in one launch.
+"""New keys and values into their places in a cache, packed into 8 bits if it keeps these, in one launch; or into dense
+rows as attention reads them, rounded likewise, between those that the cache has.
 
-A decoding step takes some twenty small ones for it otherwise. Importing this module needs Triton.
+A decoding step takes some twenty small launches for it otherwise, a prefill a hundred. Importing this module needs
+Triton.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.operands import next_power_of_2
+from lolcats.ops.eight_bits import is_packed
+from lolcats.ops.hybrid_attention.kernels.operands import cdiv, next_power_of_2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import factor_of, levels_of
 
 
+class Moves(NamedTuple):
+    """Int64 tensors [R], or None for 0, 1, ...
+
+    source: the new token of each row; negative: there is none, see `store_tokens`.
+    slot, place: the row's place in the cache. Places behind the ring are those of the sinks.
+    """
+
+    source: Any
+    slot: Any
+    place: Any
+
+
 def store_tokens(
-    k_BG1D: Tensor, v_BG1D: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor, slot_B: Tensor, place_B: Tensor
+    k_TG1D: Tensor,
+    v_TG1D: Tensor,
+    keys_SGCE: Tensor,
+    values_SGCE: Tensor,
+    moves: Moves,
+    *,
+    sinks: tuple[Tensor, Tensor] | None = None,
+    dense: tuple[Tensor, Tensor] | None = None,
+    heads_G: Tensor | None = None,
 ) -> None:
     """One token a row: keys[slot, :, place] = k, values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
 
     Args:
         keys_SGCE, values_SGCE: in a floating type with E = D, or int8 with a factor's four bytes behind the D entries.
-        slot_B, place_B: int64. Of tokens with the same slot and place any may stay.
+        moves: of R rows. Of those with the same slot and place any may stay. Without a token (-1) zeros are written;
+            the place stays as it is (-2).
+        sinks: like keys and values, of places behind theirs.
+        dense: [R, G, 1, D] each; is written instead of the cache, with what keys and values are after packing. Rows
+            without a token get what the cache has at their place.
+        heads_G: int64, the heads of k and v that the cache has; None: all.
     """
-    batch, heads, _, width = k_BG1D.shape
-    with torch.cuda.device_of(k_BG1D):
-        _kernel[(batch * heads, 2)](
-            k_BG1D,
-            v_BG1D,
-            keys_SGCE,
-            values_SGCE,
-            slot_B,
-            place_B,
-            *k_BG1D.stride()[:2],
-            *v_BG1D.stride()[:2],
-            *keys_SGCE.stride()[:3],
+    heads, width = keys_SGCE.shape[1], k_TG1D.shape[3]
+    count = next(len(x) for x in (moves.source, moves.slot) if x is not None)
+    block = 1 if count * heads < 1024 else 16
+    if count == 0:
+        return
+    with torch.cuda.device_of(k_TG1D):
+        _kernel[(cdiv(count, block) * heads,)](
+            (rows(k_TG1D), rows(v_TG1D)),
+            tuple(map(rows, (keys_SGCE, values_SGCE, *(sinks or (None, None))))),
+            tuple(map(rows, dense or (None, None))),
+            moves,
+            heads_G,
+            count,
             heads,
+            keys_SGCE.shape[2],
             D=width,
             BLOCK=next_power_of_2(width),
-            PACKED=keys_SGCE.dtype == torch.int8,
-            num_warps=1,
+            ROWS=block,
+            PACKED=is_packed(keys_SGCE),
+            num_warps=1 if block == 1 else 4,
         )
 
 
-@triton.jit(do_not_specialize=["heads"])
+@triton.jit
+def _address(x, b, h, t):
+    """Of rows in a tensor [B, H, T, D], as [R, 1]."""
+    return (x.x + b * x.b + h * x.h + t * x.t)[:, None]
+
+
+@triton.jit(do_not_specialize=["count", "heads", "capacity"])
 def _kernel(
-    k_ptr,
-    v_ptr,
-    keys_ptr,
-    values_ptr,
-    slot_ptr,
-    place_ptr,
-    k_b,
-    k_g,
-    v_b,
-    v_g,
-    to_s,
-    to_g,
-    to_c,
+    new,
+    cache,
+    dense,
+    moves,
+    heads_table,
+    count,
     heads,
+    capacity,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """One program: the key or the value of one token in one head."""
+    """One program: the keys and values of some rows in one head."""
     g = (tl.program_id(0) % heads).to(tl.int64)
-    b = (tl.program_id(0) // heads).to(tl.int64)
-    to = tl.load(slot_ptr + b) * to_s + g * to_g + tl.load(place_ptr + b) * to_c
-    if tl.program_id(1) == 0:
-        _store(k_ptr + b * k_b + g * k_g, keys_ptr + to, D, BLOCK, PACKED)
-    else:
-        _store(v_ptr + b * v_b + g * v_g, values_ptr + to, D, BLOCK, PACKED)
-
-
-@triton.jit
-def _store(from_ptr, to_ptr, D: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    x = tl.load(from_ptr + column, mask=column < D, other=0.0).to(tl.float32)
-    if PACKED:
-        factor = factor_of(x)
-        tl.store(to_ptr + column, levels_of(x, factor).to(tl.int8), mask=column < D)
-        tl.store((to_ptr + D).to(tl.pointer_type(tl.float32), bitcast=True), factor)
-    else:
-        tl.store(to_ptr + column, x.to(to_ptr.dtype.element_ty), mask=column < D)
+    row = (tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    there = row < count
+    source, slot, place, head = row, row, row, g
+    if moves.source is not None:
+        source = tl.load(moves.source + row, mask=there, other=-2)
+    if moves.slot is not None:
+        slot = tl.load(moves.slot + row, mask=there, other=0)
+        place = tl.load(moves.place + row, mask=there, other=0)
+    if heads_table is not None:
+        head = tl.load(heads_table + g)
+    column = tl.arange(0, BLOCK)[None, :]
+    real = there[:, None] & (column < D)
+    for i in tl.static_range(2):
+        taken = real & (source >= 0)[:, None]
+        x = tl.load(_address(new[i], source, head, 0) + column, mask=taken, other=0.0).to(tl.float32)
+        factor = tl.full([ROWS, 1], 1.0, tl.float32)
+        if PACKED:
+            factor = factor_of(x, 1)[:, None]
+            x = levels_of(x, factor)
+        near = x * factor
+        for part in tl.static_range(2):  # ring, sinks
+            if cache[2 * part + i].x is not None:
+                at = _address(cache[2 * part + i], slot, g, place - part * capacity)
+                inside = there[:, None] & ((place >= capacity)[:, None] == (part == 1))
+                at_factor = (at + D).to(tl.pointer_type(tl.float32), bitcast=True)
+                if dense[0].x is not None:
+                    reads = inside & (source < 0)[:, None]
+                    found = tl.load(at + column, mask=reads & (column < D), other=0.0).to(tl.float32)
+                    if PACKED:
+                        found *= tl.load(at_factor, mask=reads, other=0.0)
+                    near += found
+                else:
+                    writes = inside & (source >= -1)[:, None]
+                    tl.store(at + column, x.to(at.dtype.element_ty), mask=writes & (column < D))
+                    if PACKED:
+                        tl.store(at_factor, factor, mask=writes)
+        if dense[0].x is not None:
+            at = _address(dense[i], row, g, 0)
+            tl.store(at + column, near.to(at.dtype.element_ty), mask=real)

@@ -55,9 +55,9 @@ def load_rows(pointer, first, stride, limit, column, D: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
-def factor_of(x_D):
+def factor_of(x, axis=0):
     """Of the 8-bit levels of a token's float32 entries, see `lolcats.ops.eight_bits`."""
-    return tl.max(tl.abs(x_D), 0) * _LEVEL
+    return tl.max(tl.abs(x), axis) * _LEVEL
 
 
 @triton.jit

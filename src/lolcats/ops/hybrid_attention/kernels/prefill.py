@@ -1,0 +1,142 @@
+"""Many tokens of several sequences at once, without autograd; rings and sinks are written where they lie.
+
+Five launches a layer: keys and values, rounded as they are kept, behind those of the rings; three of `forward`; and
+what is kept of the new ones. Which token goes where is the same in all layers: `Tables`, made once for a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.kernels.forward import forward
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
+from lolcats.ops.hybrid_attention.kernels.segments import Segments
+from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
+from lolcats.ops.hybrid_attention.params import HybridParams
+from lolcats.ops.hybrid_attention.state import once, ring_positions
+
+
+class Tables:
+    """Which token goes where, of N sequences one after the other in a row of T tokens.
+
+    The kernels see a row of E entries: of every sequence the tokens of its ring that are in no sum yet, then its new
+    tokens; at the end padding, if there is some, or if `seen` does not tell how many there are of the first kind.
+
+    Args:
+        position_N, page_N: int64, tokens that each sequence has seen, and where its state lies.
+        cu_seqlens: borders, [N + 1].
+        seen: the numbers in `position_N`, a tuple, or None.
+
+    Attributes:
+        length_N: new tokens of each sequence.
+        kept, seen: the tokens of places of rings and sinks; those of entries, and of the sinks behind them.
+        segments: of the N sequences, and the padding after the last.
+        base_N: int32, position of each sequence's first entry.
+        token_E, entry_T: the query of each entry, the entry of each token.
+    """
+
+    def __init__(
+        self, config: AttentionConfig, position_N: Tensor, page_N: Tensor, cu_seqlens: Tensor, tokens: int, seen: Any
+    ) -> None:
+        count, capacity, device = len(position_N), config.capacity, position_N.device
+        border_N = cu_seqlens.long().clamp(0, tokens)
+        self.length_N = border_N.diff()
+        end_N = position_N + self.length_N
+        place_NC = torch.arange(capacity + config.sinks, device=device).repeat(count, 1)
+        page_NC = page_N[:, None].repeat(1, capacity + config.sinks)
+        wanted_NC = torch.cat([ring_positions(end_N, capacity), place_NC[:, : config.sinks]], 1)
+        new_NC = wanted_NC - position_N[:, None]
+        is_new_NC = (new_NC >= 0) & (wanted_NC < end_N[:, None])
+        without_N1 = torch.where(position_N == 0, -1, -2)[:, None]
+        token_NC = torch.where(is_new_NC, border_N[:-1, None] + new_NC, without_N1)
+        self.kept = Moves(token_NC.flatten(), page_NC.flatten(), place_NC.flatten())
+
+        base_N = config.window_start(position_N - 1)
+        prior_N = position_N - base_N
+        old = count * capacity if seen is None else sum(n - config.window_start(n - 1) for n in seen)
+        first_N = border_N + pad(prior_N.cumsum(0), (1, 0))  # and the end of the last
+        self.segments = Segments.of_lengths(first_N, pad(prior_N + self.length_N, (0, 1)), tokens + old)
+        self.base_N = base_N.int()
+        index_E = torch.arange(tokens + old, device=device)
+        n_E = torch.searchsorted(first_N[1:], index_E, right=True).clamp_max(count - 1)
+        offset_E = index_E - (first_N[:-1] + prior_N)[n_E]
+        # Entries of the ring get some token's query, whose output is not picked; padding may hold anything.
+        last = border_N[-1] - 1
+        self.token_E = torch.minimum(border_N[n_E] + offset_E, last).clamp_min(0)
+        n_T = torch.searchsorted(border_N[1:], index_E[:tokens], right=True).clamp_max(count - 1)
+        entry_T = index_E[:tokens] + (first_N[:-1] + prior_N - border_N[:-1])[n_T]
+        self.entry_T = torch.where(index_E[:tokens] <= last, entry_T, tokens + old - 1)  # which is padding then
+        # Sinks that have not come yet are some other token: nobody sees them, but they must be finite.
+        sink_NC = torch.minimum(border_N[:-1, None] + new_NC[:, capacity:], last).clamp_min(0)
+        sink_NC = torch.where(new_NC[:, capacity:] < 0, -1, sink_NC)
+        self.seen = Moves(
+            torch.cat([torch.where(offset_E < 0, -1, self.token_E), sink_NC.flatten()]),
+            torch.cat([page_N[n_E], page_NC[:, capacity:].flatten()]),
+            torch.cat([(position_N[n_E] + offset_E) % max(capacity, 1), place_NC[:, capacity:].flatten()]),
+        )
+
+
+def prefill(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    parts: dict[str, Tensor],
+    page_N: Tensor,
+    position_N: Tensor,
+    cu_seqlens: Tensor,
+    seen: tuple[int, ...] | None,
+    y_THD: Tensor,
+    heads_G: Tensor | None = None,
+    shared: dict[Hashable, Any] | None = None,
+) -> Tables:
+    """Outputs of N sequences, whose states are read and written where they lie. Nothing waits for the device.
+
+    Args:
+        parts, y_THD, heads_G: see `paged_step`.
+        page_N, position_N, cu_seqlens, seen: see `Tables`; all pages are different.
+        shared: see `hybrid_attention`.
+    """
+    tables = once(shared, Tables, config, position_N, page_N, cu_seqlens, len(q_THD), seen)
+    count, kv_heads, entries = len(page_N), k_TGD.shape[1], len(tables.token_E)
+    if heads_G is not None:
+        q_THD = q_THD.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2)
+    q_EHD = q_THD if entries == len(q_THD) else q_THD.index_select(0, tables.token_E)
+    new, kept = (k_TGD[:, :, None], v_TGD[:, :, None]), (parts["k"], parts["v"])
+    memory = k_TGD.new_empty(2, entries + count * config.sinks, parts["k"].shape[1], 1, k_TGD.shape[2])
+    places: dict[str, Any] = {"sinks": (parts["sink_k"], parts["sink_v"]) if config.sinks else None, "heads_G": heads_G}
+    store_tokens(*new, *kept, tables.seen, dense=(memory[0], memory[1]), **places)
+
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_EHD, *memory[:, :entries, :, 0]))
+    sinks = memory[:, entries:, :, 0].unflatten(1, (count, -1)).transpose(2, 3) if config.sinks else (None, None)
+    sums = None
+    if config.feature_map is not None and (seen is None or any(seen)):
+        sums = parts["S"][page_N], parts["z"][page_N]
+        for x in sums if seen is None or 0 in seen else ():
+            x.masked_fill_((position_N == 0).view(-1, *[1] * (x.dim() - 1)), 0)
+    if not config.has_softmax:
+        params = params._replace(sink_logits=None)
+    own = (None if x is None else x.contiguous() for x in params.tensors)
+    settings: tuple[Any, ...] = config, params.scale_of(q), params.softcap
+    tensors = q, k, v, *own, *sinks, *tables.segments
+    out, states = forward(Operands.of(tensors, *settings, sequences=count, base=tables.base_N, sums=sums))
+
+    store_tokens(*new, *kept, tables.kept, **places)
+    if states is not None and states.end_S is not None and states.end_z is not None:
+        parts["S"][page_N] = states.end_S
+        parts["z"][page_N] = states.end_z
+    y = out.y[0].transpose(0, 1)
+    y = y if entries == len(q_THD) else y.index_select(0, tables.entry_T)
+    if heads_G is None:
+        y_THD.copy_(y)
+    else:
+        y_THD.unflatten(1, (kv_heads, -1)).index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))
+    return tables

@@ -275,13 +275,10 @@ class Row(NamedTuple):
 
 
 def check(row: Row, backend: str) -> None:
-    """Outputs, states and all gradients are those of the reference in float64; padding, with NaN, has no part.
-
-    Kernels have no gradients through states.
-    """
+    """Outputs, states and all gradients are those of the reference in float64; padding, with NaN, has no part."""
     case, end, options = row.inputs()
     before = options.pop("before", None)
-    through = backend != "triton"
+    through = backend != "triton"  # kernels have no gradients through states
     options |= {"through_states": through, "gradients": through or before is None}
     expected = results(exact(case), "reference", before=exact(before), **options)
     padding = torch.arange(case.tokens, device=DEVICE)[:, None] >= end

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
-from lolcats.vllm_plugin import register
+from lolcats.vllm_plugin import defaults, register
 from lolcats.vllm_plugin.defaults import refuse_unsupported
 from lolcats.vllm_plugin.model import LolcatsForCausalLM, architecture, attention_layers
 
@@ -55,6 +55,18 @@ def test_no_parallelism_over_tokens() -> None:
     with pytest.raises(ValueError, match="decode_context_parallel_size=2"):
         refuse_unsupported(SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=2)))
     refuse_unsupported(SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1)))
+
+
+def test_no_more_sequences_than_states_fit(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("lolcats.vllm_plugin.layer.page_shape", lambda *_: ((16 << 20,),))
+    monkeypatch.setattr(defaults, "current_platform", SimpleNamespace(get_device_total_memory=lambda: 1 << 30))
+    model = SimpleNamespace(hf_config=SimpleNamespace(layer_heads=[None] * 2), model=tmp_path, dtype=None)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(300 << 20)
+    rest = SimpleNamespace(max_num_seqs=1024, gpu_memory_utilization=0.9, tensor_parallel_size=1)
+    parts = dict.fromkeys(("scheduler_config", "cache_config", "parallel_config"), rest)
+    defaults.lower_sequences(SimpleNamespace(**parts, model_config=model))
+    assert rest.max_num_seqs == 15
 
 
 def test_no_model_of_text_alone() -> None:

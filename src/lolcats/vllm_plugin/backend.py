@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,15 +26,8 @@ class HybridBackend(LinearAttentionBackend):
         return HybridMetadataBuilder
 
 
-@dataclass
-class HybridMetadata:
-    """One forward pass, the same for all linearized layers."""
-
-    batch: PagedBatch
-
-
-class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
-    """Makes the metadata of a pass; vLLM puts sequences that generate first. Full CUDA graphs read its own tensors."""
+class HybridMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):
+    """What layers need of a pass; vLLM puts sequences that generate first. Full CUDA graphs read its own tensors."""
 
     kv_cache_spec: MambaSpec
     reorder_batch_threshold: int = 1
@@ -57,7 +49,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> HybridMetadata:
+    ) -> PagedBatch:
         """vLLM's description of a batch, in ours. Nothing waits for the device.
 
         With prefix caching vLLM has copied the state of the shared prefix into the sequence's own page before.
@@ -81,8 +73,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         if steps < real:
             ends = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which the model refuses
             seen = ((common.seq_lens.cpu() if ends is None else ends)[:real] - lengths[:real]).tolist()
-        where = self.page_B, self.position_B, common.query_start_loc
-        return HybridMetadata(PagedBatch(begin[: real + 1].tolist(), seen, *where, steps=steps))
+        return PagedBatch(begin[: real + 1].tolist(), seen, self.page_B, self.position_B, common.query_start_loc, steps)
 
 
 def steps_in_pages(vllm_config: VllmConfig) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
-from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.cache_size import native_window, window_in_budget
 
+logger = logging.getLogger("vllm.lolcats")
 # A snapshot for prefix caching is a whole state, for Llama 3 8B as many bytes as a softmax model's 256 tokens. vLLM
 # would take one every 16 tokens, which costs more than it saves.
 SNAPSHOT_TOKENS = 1024
@@ -20,18 +23,25 @@ SNAPSHOT_TOKENS = 1024
 PREFIX_UNIT = 16
 
 
-def takes_prefix_units(config: LolcatsConfig) -> bool:
-    """Whether there are states beside keys, and no window of keys, whose blocks vLLM finds as a whole."""
-    layers = config.layer_heads
-    has_window = any(layer.exact and native_window(config, layer) is not None for layer in layers)
-    return not has_window and any(not layer.is_softmax for layer in layers)
-
-
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raises ValueError for settings that this plugin does not implement."""
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, setting, 1)) > 1:
             raise ValueError(f"{setting}={size}: states are not shared out among ranks by tokens; leave it out")
+
+
+def lower_sequences(vllm_config: VllmConfig) -> None:
+    """Bounds `max_num_seqs` by the states that surely fit beside the weights: with fewer vLLM does not start."""
+    from lolcats.vllm_plugin.layer import page_shape  # registers an operator
+
+    scheduler, cache, model = vllm_config.scheduler_config, vllm_config.cache_config, vllm_config.model_config
+    config, ranks = model.hf_config, vllm_config.parallel_config.tensor_parallel_size
+    weights = sum(path.stat().st_size for path in Path(model.model).glob("*.safetensors"))
+    memory = 0.9 * cache.gpu_memory_utilization * current_platform.get_device_total_memory() - weights / ranks
+    state = 1.05 * len(config.layer_heads) * page_shape(config, model.dtype, ranks)[0][0]  # vLLM pads pages
+    if scheduler.max_num_seqs > (fits := max(int(memory / state), 1)):
+        logger.warning("max_num_seqs=%d, not %d: a state has %d MiB", fits, scheduler.max_num_seqs, state / 2**20)
+        scheduler.max_num_seqs = fits
 
 
 class LolcatsDefaults(VerifyAndUpdateConfig):
@@ -56,7 +66,12 @@ class LolcatsDefaults(VerifyAndUpdateConfig):
         if cache.enable_prefix_caching and not named and not grows:
             cache.block_size = cache.mamba_block_size = SNAPSHOT_TOKENS
             cache.user_specified_block_size = True
-        unnamed = cache.prefix_match_unit is None
+        # With states beside keys, and no windows of keys, whose blocks vLLM finds as a whole.
+        states = any(not layer.is_softmax for layer in config.layer_heads)
+        windows = any(layer.exact and native_window(config, layer) is not None for layer in config.layer_heads)
         fits = not cache.user_specified_block_size or cache.block_size % PREFIX_UNIT == 0
-        if cache.enable_prefix_caching and grows and unnamed and fits and takes_prefix_units(config):
+        fits = fits and cache.enable_prefix_caching and cache.prefix_match_unit is None
+        if fits and grows and states and not windows:
             cache.prefix_match_unit = PREFIX_UNIT
+        if current_platform.is_cuda_alike():
+            lower_sequences(vllm_config)

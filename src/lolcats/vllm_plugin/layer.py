@@ -233,7 +233,7 @@ class PagedHybridAttention(Page):
             output.zero_()
             return
         q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value, output))
-        batch = metadata[self.prefix].batch
+        batch = metadata[self.prefix]
         if self.linear_attention is not None:
             if self.pages is None:
                 self.pages = StatePages(self.parts, self.kv_cache[0])
@@ -248,7 +248,7 @@ class PagedHybridAttention(Page):
             paged_attention(q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, heads_G=self.heads, **how)
         if self.ring is not None:
             holders: list[Any] = [self, *self.more_pages]
-            pages = [(page.kv_cache[0], metadata[page.prefix].batch.page_B) for page in holders]
+            pages = [(page.kv_cache[0], metadata[page.prefix].page_B) for page in holders]
             settings: dict[str, Any] = {"scale": self.impl.scale, "softcap": self.impl.logits_soft_cap or None}
             if self.has_sink:
                 settings["sink_logits"] = self.impl.sinks.unflatten(0, (k_NGD.shape[1], -1))[self.exact_heads].flatten()
@@ -276,10 +276,4 @@ def _lolcats_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor
     get_forward_context().no_compile_layers[layer_name].attend(query, key, value, output)
 
 
-def _fake_lolcats_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str) -> None:
-    return
-
-
-direct_register_custom_op(
-    "lolcats_attention", _lolcats_attention, mutates_args=["output"], fake_impl=_fake_lolcats_attention
-)
+direct_register_custom_op("lolcats_attention", _lolcats_attention, mutates_args=["output"], fake_impl=lambda *_: None)

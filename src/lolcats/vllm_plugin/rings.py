@@ -62,9 +62,6 @@ class Ring:
         left = self.slots - (page_bytes - self.state_bytes) // self.slot_bytes
         return 1 + max(-(-left // (page_bytes // self.slot_bytes)), 0)
 
-    def slot(self, position: Tensor) -> Tensor:
-        return place_of(position, self.window, self.sinks)
-
 
 def page_bytes(states: Sequence[int], rings: Sequence[Ring]) -> int:
     """The size of pages with which a sequence needs least memory, where all layers' are equally large."""
@@ -151,7 +148,7 @@ def ring_attention(
     for first in range(0, batch.singles, at_once):
         rows = slice(first, min(first + at_once, batch.singles))
         position_B = batch.position_B[rows]
-        rings.write(rows, ring.slot(position_B), new_N2GC[rows])
+        rings.write(rows, place_of(position_B, ring.window, ring.sinks), new_N2GC[rows])
         used = ring.slots if batch.steps else min(max(batch.seen[rows]) + 1, ring.slots)
         keys, values = rings.read(rows, used)
         length_B = (position_B + 1).clamp_max(ring.slots)
@@ -175,7 +172,7 @@ def ring_attention(
             reach["position"] = torch.cat([old, position[None]], 1)
         y_1HTD = softmax_attention(q[tokens].transpose(0, 1)[None], keys, values, **reach, **settings)
         put(tokens, y_1HTD[0].transpose(0, 1))
-        slot, new = ring.slot(position), new_N2GC[tokens]
+        slot, new = place_of(position, ring.window, ring.sinks), new_N2GC[tokens]
         late = max(len(slot) - ring.window, 0)
         for kept in (slice(max(min(ring.sinks - seen, late), 0)), slice(late, None)):
             rings.write(rows, slot[kept], new[kept])

@@ -80,7 +80,7 @@ def make_inputs(bench: AttentionBench, batch: int, tokens: int, mode: str, devic
         return torch.randn(batch, tokens, heads, D, device=device).to(dtype).transpose(1, 2)
 
     state_heads = bench.state_heads
-    params = HybridParams(gamma=torch.full((bench.heads,), 0.5, device=device))
+    params = HybridParams(torch.zeros(bench.heads, device=device))
     if bench.attention.feature_map is not None:
         params = params._replace(
             q_weight=torch.randn(bench.heads, D, P, device=device) / math.sqrt(D),

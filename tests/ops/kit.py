@@ -22,10 +22,10 @@ DEVICE = "cuda" if GPU else "cpu"
 # Relative RMS error. float64: sums of some hundred products. float32: the same, on a GPU of three tf32 products each
 # (2^-21); bfloat16: its own rounding is 1.1e-3, and gradients pass through about ten of them.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5 if GPU else 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-# What counts as zero, per entry: inputs and incoming gradients are of size one. The gradient of gamma is a difference
+# What counts as zero, per entry: inputs and incoming gradients are of size one. That of window_factor is a difference
 # of sums over all rows that cancel where little is linear. That of q is exactly zero where a window holds a single key;
 # the difference of two equal terms of size one left 1.8e-7 on a GPU, three times float32's rounding.
-ZERO = {"gradient of gamma": 1.0} | ({"gradient of q": 3e-2} if GPU else {})
+ZERO = {"gradient of window_factor": 0.2} | ({"gradient of q": 3e-2} if GPU else {})
 
 # Every branch of the operator: chunks of one block, of several blocks, blocks larger than the smallest chunk, sinks
 # within and beyond the window, each part alone, every feature map, length caps.
@@ -105,7 +105,7 @@ def make_case(
         return normal(batch, tokens, count, head_dim).transpose(1, 2)
 
     wide = torch.promote_types(dtype, torch.float32)
-    params = HybridParams(0.2 + 0.6 * torch.rand(heads, generator=generator).to(wide).to(DEVICE))
+    params = HybridParams(torch.logit(0.2 + 0.6 * torch.rand(heads, generator=generator)).to(wide).to(DEVICE))
     if config.feature_map is not None:
         owners = (heads, kv_heads if share == "kv_head" else heads)
         # Values that bfloat16 holds exactly: rounding the weights is not the kernels' error.

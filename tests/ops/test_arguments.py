@@ -36,7 +36,7 @@ BAD = {
     "v shape": ("got q [2, 6, 6, 8], k [2, 2, 6, 8], v [2, 2, 6, 4]", replace(CASE, v=CASE.v[..., :4])),
     "tokens": ("q [2, 6, 6, 8] and k [2, 2, 5, 8] differ in batch, tokens or head_dim", keys(lambda k: k[:, :, :5])),
     "heads": ("5 query heads are not a multiple of 2 key/value heads", replace(CASE, q=CASE.q[:, :5])),
-    "gamma": ("gamma: expected [6] (one per query head), got [2]", weight("gamma", slice(2))),
+    "window_factor": ("window_factor: expected [6] (one per query head), got [2]", weight("window_factor", slice(2))),
     "no q_weight": ("feature_map='hedgehog' needs q_weight and k_weight; got None", weight("q_weight", None)),
     "q_weight": ("q_weight: expected [6, 8, 4], got [2, 8, 4]", weight("q_weight", slice(2))),
     "columns": ("q_weight: expected [6, 8, 3], got [6, 8, 4]", weight("k_weight", (ALL, ALL, slice(3)))),

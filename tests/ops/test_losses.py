@@ -82,7 +82,7 @@ def test_unused_gamma_has_no_gradient():
     """Not one of zeros, with which weight decay would change it."""
     case = make_double("sliding 0", TOKENS).map(lambda tensor: tensor.requires_grad_())
     weights_cross_entropy(case.q.detach(), case.k.detach(), case.config, case.params).backward()
-    assert case.params.gamma.grad is None
+    assert case.params.window_factor.grad is None
     assert case.params.q_weight.grad.any()
 
 

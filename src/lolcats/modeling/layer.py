@@ -104,7 +104,7 @@ class HybridAttention(nn.Module):
     ) -> HybridParams:
         """As the operator takes them. The layer's own must be in memory, see the class."""
         maps = self.q_weight, self.k_weight, self.q_bias, self.k_bias
-        return HybridParams(torch.sigmoid(self.window_factor), *maps, sink_logits, scale, softcap)
+        return HybridParams(self.window_factor, *maps, sink_logits, scale, softcap)
 
     def has_step_kernel(self, dtype: torch.dtype) -> bool:
         """Whether the kernel for single tokens takes tensors of this type on the parameters' device."""

@@ -46,7 +46,7 @@ def hybrid_attention(
         k_BGTD: keys [B, G, T, D]; H is a multiple of G.
         v_BGTD: values [B, G, T, D].
         config: the attention settings.
-        params: gamma, the feature maps' weights, and scale, cap and sinks of the scores.
+        params: the window's factor, the feature maps' weights, and scale, cap and sinks of the scores.
         cu_seqlens: [N + 1] int, borders of N sequences packed one after the other into a batch of one row, from 0
             up to T (if less, the rest is padding, whose outputs are zero). `state` and the returned state then have N
             rows. None: every row is a sequence.

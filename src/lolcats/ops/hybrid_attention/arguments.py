@@ -57,7 +57,7 @@ def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
 
 
 def _check_params(config: AttentionConfig, params: HybridParams, heads: int, kv_heads: int, dim: int) -> None:
-    _expect("gamma", params.gamma, (heads,), " (one per query head)")
+    _expect("window_factor", params.window_factor, (heads,), " (one per query head)")
     _expect("sink_logits", params.sink_logits, (heads,))
     if config.feature_map is None:
         return

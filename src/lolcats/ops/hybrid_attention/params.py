@@ -19,7 +19,7 @@ class HybridParams(NamedTuple):
     """The learnable tensors of one layer, and how the base model makes scores.
 
     Attributes:
-        gamma: [H] factor of the window's terms, in (0, 1).
+        window_factor: [H]; gamma, the factor of the window's terms, is its sigmoid.
         q_weight: [H, D, P] projection of the query feature map, or None without a linear part.
         k_weight: [S, D, P] projection of the key feature map. S = G shares one state among the R query
             heads of a group; S = H keeps one state per query head.
@@ -29,7 +29,7 @@ class HybridParams(NamedTuple):
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2); None: there is none.
     """
 
-    gamma: Tensor
+    window_factor: Tensor
     q_weight: Tensor | None = None
     k_weight: Tensor | None = None
     q_bias: Tensor | None = None
@@ -42,6 +42,10 @@ class HybridParams(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of their fields."""
         return self[:6]
+
+    @property
+    def gamma(self) -> Tensor:
+        return self.window_factor.sigmoid()
 
     def scale_of(self, q: Tensor) -> float:
         """The factor of the scores of these queries."""

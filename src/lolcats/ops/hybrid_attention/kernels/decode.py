@@ -168,28 +168,27 @@ def _launch_step(
 ) -> Tensor:
     """Both launches; for states in pages with the pages, the output and the heads that have states."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    own = (None if x is None else x.contiguous() for x in params.tensors)
-    gamma, q_weight, k_weight, q_bias, k_bias, sink_logits = own
+    window_factor, *maps, sink_logits = (None if x is None else x.contiguous() for x in params.tensors)
     y = torch.empty_like(q) if y is None else y
     batch, heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
     if table is not None:
         heads, kv_heads = heads // kv_heads * len(table), len(table)
-    state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
+    state_heads, columns = (kv_heads, 1) if maps[1] is None else (maps[1].shape[0], maps[1].shape[2])
     shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
     shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
     rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
     strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k)])
     places = Places(page, table, state, strides)
     phi = None
-    if k_weight is not None:
+    if config.feature_map is not None:
         sizes = (batch, heads, shape.F)
         phi = q.new_empty(sizes, dtype=torch.bfloat16 if q.dtype.itemsize == 2 else torch.float32)
         tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
         prepare_kernel[(cdiv(batch, tile) * heads + min(batch * state_heads, MOST_FOLDING),)](
             *rows[:3],
             phi,
-            FeatureMaps(q_weight, k_weight, q_bias, k_bias),
+            FeatureMaps(*maps),
             places,
             batch,
             kv_heads,
@@ -203,7 +202,7 @@ def _launch_step(
         *rows[:3],
         phi,
         rows[3],
-        gamma,
+        window_factor,
         sink_logits,
         places,
         kv_heads,
@@ -495,7 +494,7 @@ def step_kernel(
     v,
     phi,  # [B, H, F] of the queries, or None
     y,
-    gamma,
+    window_factor,
     sink_logits,
     places,
     kv_heads,
@@ -582,7 +581,7 @@ def step_kernel(
                     acc, total, top = _add_slots(
                         q_MD, there, ring_k, ring_v, slot, seen_N, first, acc, total, top, scale, softcap, V, shape
                     )
-            weighs = tl.load(gamma + row_h, mask=there, other=0.0).to(tl.float32)
+            weighs = tl.sigmoid(tl.load(window_factor + row_h, mask=there, other=0.0).to(tl.float32))
             if CAP > 0:
                 weighs *= tl.maximum((at + 1).to(tl.float32) / CAP, 1.0)
             acc *= weighs[:, None]

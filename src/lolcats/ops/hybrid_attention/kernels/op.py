@@ -72,7 +72,7 @@ def triton_attention(
             sink_k, sink_v = (x[0].transpose(0, 1)[index_NC].transpose(1, 2) for x in (k_BGTD, v_BGTD))
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
-    given = (q_BHTD, k_BGTD, v_BGTD, *params.tensors, sink_k, sink_v, *(layout or (None, None)))
+    given = (q_BHTD, k_BGTD, v_BGTD, params.gamma, *params.tensors[1:], sink_k, sink_v, *(layout or (None, None)))
     tensors = [None if x is None else _dense(x) if i in _INPUTS else x.contiguous() for i, x in enumerate(given)]
     settings = (config, params.scale_of(q_BHTD), params.softcap)
     target_BHTD = None if target_BHTD is None else _dense(target_BHTD)

@@ -124,7 +124,7 @@ def prefill(
             x.masked_fill_((position_N == 0).view(-1, *[1] * (x.dim() - 1)), 0)
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
-    own = (None if x is None else x.contiguous() for x in params.tensors)
+    own = (None if x is None else x.contiguous() for x in (params.gamma, *params.tensors[1:]))
     settings: tuple[Any, ...] = config, params.scale_of(q), params.softcap
     tensors = q, k, v, *own, *sinks, *tables.segments
     out, states = forward(Operands.of(tensors, *settings, sequences=count, base=tables.base_N, sums=sums))

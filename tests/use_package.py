@@ -17,7 +17,6 @@ settings = [word for setting in SHORT + WINDOW for word in ("--set", setting)]
 for command in (
     "lolcats --help",
     "lolcats recipes",
-    "lolcats models",
     "lolcats linearize base --recipe lolcats-linear --data demo --device cpu -o out",
     "lolcats generate out --prompt cell --max-new-tokens 4",
 ):

@@ -17,11 +17,6 @@ def test_recipes_are_listed_and_shown(cli):
     assert "no recipe named 'nothing'" in result.stderr
 
 
-def test_models_are_listed(cli):
-    listing = cli("models").stdout
-    assert all(name in listing for name in ("llama3.1", "gemma3_text"))
-
-
 def test_warnings_of_lolcats_are_shown_once_and_those_of_libraries_are_not(cli, replace_module):
     """A missing fused kernel, or decoding without CUDA graphs, must be seen."""
 

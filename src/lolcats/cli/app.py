@@ -6,20 +6,18 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.table import Table
 
 from lolcats.cli.analyse import analyse, report
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
-from lolcats.cli.console import Group, prepare_libraries, shipped_file
+from lolcats.cli.console import Group, prepare_libraries
 from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.import_published import import_published
 from lolcats.cli.linearize import linearize
 from lolcats.cli.plan import plan
 from lolcats.cli.push import push
-from lolcats.cli.select_heads import select_heads
 from lolcats.cli.serve import serve
 from lolcats.cli.sweep import sweep
 from lolcats.recipes import list_recipes, show_recipe
@@ -76,13 +74,8 @@ def show(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None
     typer.echo(show_recipe(name), nl=False)
 
 
-def models() -> None:
-    """Say which families of models the tests run, and what works with each."""
-    Console().print(Markdown(shipped_file("docs/models.md").read_text(encoding="utf-8")))
-
-
 COMMANDS = (
-    *(linearize, select_heads, push, import_published, models, plan, generate, chat, serve),
+    *(linearize, push, import_published, plan, generate, chat, serve),
     *(evaluate, analyse, report, sweep),
 )
 for command in COMMANDS:

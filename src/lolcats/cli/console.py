@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -13,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-import lolcats
 from lolcats.errors import Terminated, UserError
 
 
@@ -84,13 +82,3 @@ def quiet_loading_bars() -> None:
 
     logging.disable_progress_bar()
     enable_progress_bars()  # the line above turns off those of downloads too
-
-
-def shipped_file(name: str) -> Path:
-    """A file of the repository ("docs/models.md"), of which the installed package has a copy."""
-    package = Path(lolcats.__file__).parent
-    places = [package / name, package.parents[1] / name]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise UserError(f"there is neither {places[0]} nor {places[1]}; clone the repository")
-    return found

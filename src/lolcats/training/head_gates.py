@@ -9,8 +9,6 @@ arXiv:2410.10819, whose other side of a gate is a window alone.)
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +18,15 @@ from torch import Tensor, nn
 
 from lolcats.config import GatesSection
 from lolcats.data import PackedDataset
-from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import batches_of
-from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_bytes, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
-from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.heads import by_layer
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered
-from lolcats.report import read_report
 from lolcats.training.device import checkpoint_activations, keep_activations, to_device
 from lolcats.training.finetune import ROWS, label_rows
 from lolcats.training.head import find_head, head_inputs, part_size, weighted_divergence
 
-SHOWN_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
 AVERAGE_STEPS = 100
 """Steps over which gates are averaged: the time constant of an exponential average."""
 
@@ -127,35 +119,6 @@ def by_gate(gates: dict[int, list[float]]) -> list[tuple[int, int]]:
     """All heads as (layer, head), those with the largest gates first; of equal ones those of earlier layers."""
     heads = sorted((-gate, index, head) for index, row in gates.items() for head, gate in enumerate(row))
     return [(index, head) for _, index, head in heads]
-
-
-def select_heads(
-    folder: Path, budget: str | None = None
-) -> tuple[dict[int, list[float]], dict[int, list[int]], list[tuple[int, int]]]:
-    """What a budget of exact heads buys in a finished run of `linearize` that chose heads by gates; nothing is changed.
-
-    Args:
-        budget: as `attention.exact`; None: the run's own.
-
-    Returns:
-        The gates and the chosen heads, by layer; for some numbers of exact heads, that of the choice among them, the
-        bytes of a sequence's cache at `REPORTED_TOKENS` tokens.
-    """
-    found = (read_report(folder) or {}).get("gates")
-    if found is None:
-        raise UserError(
-            f"{folder} has no gates in its report: name the output folder of `lolcats linearize` with a budget,"
-            " attention.exact=12% say"
-        )
-    gates = {int(index): row for index, row in found["values"].items()}
-    config, ranked = LolcatsConfig.from_pretrained(folder), by_gate(gates)
-    dtype: Any = config.dtype
-    config.layer_heads = [replace(heads, exact=()) if heads.index in gates else heads for heads in config.layer_heads]
-    chosen = heads_in_budget(config, budget or found["budget"], dtype, ranked)
-    counts = {0, len(ranked), *(round(share * len(ranked)) for share in SHOWN_SHARES), sum(map(len, chosen.values()))}
-    choices = {count: by_layer(ranked[:count]) for count in sorted(counts)} | {sum(map(len, chosen.values())): chosen}
-    sizes = [(count, cache_bytes(config, REPORTED_TOKENS, dtype, exact)) for count, exact in choices.items()]
-    return gates, chosen, sizes
 
 
 def heads_picture(values: dict[int, list[float]], chosen: dict[int, list[int]], name: str = "gates") -> Table:

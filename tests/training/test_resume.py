@@ -1,30 +1,22 @@
-import io
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from toy_stage import Killed, ToyStage, copy_weights, equal_weights, folders, kill_at, run
 
 from lolcats.errors import Terminated
 from lolcats.training import loop
 from lolcats.training.checkpoint import list_checkpoints
-from lolcats.training.progress import Progress
 from lolcats.training.stage import weights_of
 
 
-@pytest.fixture
-def messages():
-    """A progress display without a terminal, and the stream that it writes to."""
-    stream = io.StringIO()
-    return Progress(Console(file=stream)), stream
-
-
-def toy(**options) -> ToyStage:
-    return ToyStage(per_block=True, dropout=0.3, **options)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def toy(request):
+    return partial(ToyStage, per_block=True, dropout=0.3, device=request.param)
 
 
 def comparable(result):
@@ -33,24 +25,24 @@ def comparable(result):
 
 
 @pytest.fixture
-def unbroken(tmp_path):
+def unbroken(tmp_path, toy):
     """Final weights and result of a run without interruption."""
     stage = toy()
     result = run(stage, tmp_path / "unbroken")
     return copy_weights(stage), result
 
 
-def run_until(micro_step, directory, **options):
+def run_until(toy, micro_step, directory, **options):
     """A run that is killed at a micro-step of its own."""
     with pytest.raises(Killed):
         run(toy(before_step=kill_at(micro_step)), directory, **options)
 
 
 @pytest.mark.parametrize("micro_step", [1, 12, 13, 20, 36])
-def test_resumed_run_equals_the_unbroken_one(tmp_path, unbroken, micro_step):
+def test_resumed_run_equals_the_unbroken_one(tmp_path, toy, unbroken, micro_step):
     weights, result = unbroken
-    run_until(micro_step, tmp_path / "broken")
-    torch.rand(7)  # another process has another random state
+    run_until(toy, micro_step, tmp_path / "broken")
+    torch.manual_seed(7)  # another process has another random state
     stage = toy()
     resumed = run(stage, tmp_path / "broken", resume=True)
     last_checkpoint = (micro_step - 1) // 3 // 4 * 4
@@ -60,7 +52,7 @@ def test_resumed_run_equals_the_unbroken_one(tmp_path, unbroken, micro_step):
     assert folders(tmp_path / "broken") == folders(tmp_path / "unbroken")
 
 
-def test_killed_at_every_step_of_writing(tmp_path, monkeypatch):
+def test_killed_at_every_step_of_writing(tmp_path, toy, monkeypatch):
     """Files are flushed, renamed and removed many times in a run; it may end at each of these moments."""
     short = {"max_steps": 3, "eval_every": 3, "checkpoint_every": 2, "micro_batch_size": 6}
     stage = toy()
@@ -94,7 +86,7 @@ def test_killed_at_every_step_of_writing(tmp_path, monkeypatch):
         assert folders(directory)[-1] == folders(tmp_path / "unbroken")[-1] == "step-00000003"
 
 
-def test_finished_stage_is_skipped_and_leaves_the_same_random_state(tmp_path):
+def test_finished_stage_is_skipped_and_leaves_the_same_random_state(tmp_path, toy):
     trained, skipped = toy(), toy()
     result = run(trained, tmp_path)
     drawn = torch.rand(3)
@@ -104,16 +96,16 @@ def test_finished_stage_is_skipped_and_leaves_the_same_random_state(tmp_path):
     assert equal_weights(weights_of(skipped), weights_of(trained))
 
 
-def test_settings_that_do_not_decide_may_change(tmp_path, unbroken):
+def test_settings_that_do_not_decide_may_change(tmp_path, toy, unbroken):
     weights, _ = unbroken
-    run_until(20, tmp_path / "broken")
+    run_until(toy, 20, tmp_path / "broken")
     stage = toy()
     run(stage, tmp_path / "broken", resume=True, checkpoint_every=5)
     assert equal_weights(weights_of(stage), weights)
 
 
 @pytest.mark.parametrize("micro_step", [5, 10_000])
-def test_sigterm_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, unbroken, micro_step):
+def test_sigterm_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, toy, unbroken, micro_step):
     def terminate(number):
         if number == micro_step:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -184,10 +184,6 @@ class AttentionConfig:
         """The same function for whole sequences of up to `tokens` tokens: no length cap that none of them passes."""
         return replaced(self, linear_length_cap=0) if 0 < self.linear_length_cap >= tokens else self
 
-    def block_leaves(self, position: Any) -> Any:
-        """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
-        return (position % self.window_size == 0) & (position >= self.capacity)
-
 
 replaced = cache(replace)  # checking a configuration takes longer than a small layer
 

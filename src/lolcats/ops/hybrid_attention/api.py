@@ -77,8 +77,10 @@ def hybrid_attention(
     is_step = state is not None and q_BHTD.shape[2] == 1 and cu_seqlens is None and not torch.is_grad_enabled()
     why_not = supports_step if is_step else supports
     kernels = has_kernel(backend, q_BHTD, lambda: why_not(*inputs, state=state))
-    if is_step and state is not None and not _writable(state):
-        state = state.clone()
+    if is_step and state is not None:  # tensors of autograd, or of inference mode outside of it, may not change
+        in_mode = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()  # a compiler sees no such tensors
+        if state.S.requires_grad or not (in_mode or not state.S.is_inference()):
+            state = state.clone()
     keeps_packed = is_packed(state.k) if state is not None else packed and config.window_size > 0
     if keeps_packed and not kernels:  # which round by themselves
         inputs = (q_BHTD, pack(k_BGTD), pack(v_BGTD), config, params)
@@ -160,12 +162,6 @@ def initial_state(
         sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
         position=k_BGTD.new_zeros(sequences, dtype=torch.int64),
     )
-
-
-def _writable(state: HybridState) -> bool:
-    """Whether its tensors may change: not those of autograd, or of inference mode outside of it."""
-    kept = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()  # a compiler sees no inference tensors
-    return not state.S.requires_grad and (kept or not state.S.is_inference())
 
 
 def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) -> bool:

@@ -166,7 +166,7 @@ def _softmax_part(
         position_Nc1 = grid.position_E.view(grid.chunks, c, 1)
         masks.append(torch.arange(config.sinks, device=position_Nc1.device) <= position_Nc1)
 
-    parts = [scores(q_BGNMD, key_BGNWD, params.scale, params.softcap) for key_BGNWD in keys]
+    parts = [scores(q_BGNMD, key_BGNWD, params) for key_BGNWD in keys]
     score_BGNRcW = torch.cat(parts, dim=-1).unflatten(3, (heads // kv_heads, c))
     sink = params.sink_logits
     sink_GNRc1 = None if sink is None else sink.to(q_BHED.dtype).view(kv_heads, 1, -1, 1, 1)
@@ -212,10 +212,8 @@ def _linear_part(
     if grid.base:
         added_S = added_S + state.S[:, :, None]
         added_z = added_z + state.z[:, :, None]
-    S_BSNFD = added_S[:, :, :-1]
-    z_BSNF = added_z[:, :, :-1]
-    numerator = phi_q_BSNMF @ S_BSNFD
-    denominator = phi_q_BSNMF @ z_BSNF[..., None]
+    numerator = phi_q_BSNMF @ added_S[:, :, :-1]
+    denominator = phi_q_BSNMF @ added_z[:, :, :-1, :, None]
 
     mask_cc = _inner_mask(config, grid)
     if mask_cc is not None:
@@ -223,12 +221,7 @@ def _linear_part(
         weight_BSNMc = (weight_BSNMc.unflatten(3, (heads // state_heads, c)) * mask_cc).flatten(3, 4)
         numerator = numerator + weight_BSNMc @ v_BSNcD
         denominator = denominator + weight_BSNMc.sum(-1, keepdim=True)
-    return (
-        _unrows(numerator, heads),
-        _unrows(denominator, heads),
-        added_S[:, :, -1],
-        added_z[:, :, -1],
-    )
+    return _unrows(numerator, heads), _unrows(denominator, heads), added_S[:, :, -1], added_z[:, :, -1]
 
 
 def _prefix_sums(x_BSNx: Tensor) -> Tensor:
@@ -243,18 +236,10 @@ def _prefix_sums(x_BSNx: Tensor) -> Tensor:
 
 def _window_mask(config: AttentionConfig, grid: Grid) -> Tensor:
     """[N, c, c + d] bool: key column u of chunk n is entry n c + u - d."""
-    c, d, device = grid.chunk, config.reach, grid.position_E.device
-    row_c1 = torch.arange(c, device=device)[:, None]
-    key_W = torch.arange(c + d, device=device) - d
-    if config.window == "sliding":
-        inside_cW = key_W > row_c1 - config.window_size
-    else:
-        row_block = torch.div(row_c1, config.window_size, rounding_mode="floor")
-        key_block = torch.div(key_W, config.window_size, rounding_mode="floor")
-        inside_cW = key_block > row_block - config.window_blocks
-    inside_cW = inside_cW & (key_W <= row_c1)
-    exists_NW = grid.position_E[::c, None] + key_W >= max(grid.base, config.sinks)
-    return inside_cW & exists_NW[:, None]
+    query_Nc1 = grid.position_E.view(grid.chunks, grid.chunk, 1)
+    key_N1W = query_Nc1[:, :1] + torch.arange(-config.reach, grid.chunk, device=query_Nc1.device)
+    first_Nc1 = config.window_start(query_Nc1).clamp_min(max(grid.base, config.sinks))
+    return (key_N1W >= first_Nc1) & (key_N1W <= query_Nc1)
 
 
 def _inner_mask(config: AttentionConfig, grid: Grid) -> Tensor | None:
@@ -264,7 +249,7 @@ def _inner_mask(config: AttentionConfig, grid: Grid) -> Tensor | None:
         return row_c1 >= row_c1.T
     if grid.chunk == config.window_size:
         return None
-    block_c1 = torch.div(row_c1, config.window_size, rounding_mode="floor")
+    block_c1 = row_c1 // config.window_size
     return block_c1 > block_c1.T
 
 

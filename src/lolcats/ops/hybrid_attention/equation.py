@@ -15,9 +15,9 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator / denominator.clamp_min(DENOMINATOR_FLOOR)
 
 
-def scores(q: Tensor, k: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+def scores(q: Tensor, k: Tensor, params: HybridParams) -> Tensor:
     """[..., T, D] and [..., J, D] -> [..., T, J], see `HybridParams`."""
-    score = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    score, softcap = (q * params.scale_of(q)) @ k.mT, params.softcap
     return score if softcap is None else softcap * torch.tanh(score / softcap)
 
 

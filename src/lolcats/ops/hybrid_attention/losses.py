@@ -99,7 +99,7 @@ def _weights(
 
     def weights(begin: int, end: int) -> tuple[Tensor, Tensor]:
         query, key = torch.arange(begin, end, device=q.device)[:, None], torch.arange(end, device=q.device)
-        score = scores(q[:, :, begin:end], k[:, :, :end], params.scale, params.softcap)
+        score = scores(q[:, :, begin:end], k[:, :, :end], params)
         share, mass, total = softmax_weights(score, (key <= query) & (query - key < limit), sink_logit)
         softmax = share * (mass / total)
 

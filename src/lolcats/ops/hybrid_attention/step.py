@@ -47,7 +47,7 @@ def step(
         value_BGJD = dense(_join_tokens(state.sink_v, state.v), q_BH1D.dtype).to(dtype)
         sink_GR1 = None if params.sink_logits is None else params.sink_logits.to(dtype).view(groups, -1, 1)
         gamma = config.gamma_at(params.gamma.to(dtype).view(groups, -1, 1), position_B[:, None, None, None])
-        score_BGRJ = scores(q.reshape(len(q), groups, -1, q.shape[3]), key_BGJD, params.scale, params.softcap)
+        score_BGRJ = scores(q.reshape(len(q), groups, -1, q.shape[3]), key_BGJD, params)
         seen_BJ = _visible_slots(config, position_B)
         share_BGRJ, mass_BGR1, total_BGR1 = softmax_weights(score_BGRJ, seen_BJ[:, None, None], sink_GR1)
         numerator = (gamma * mass_BGR1 * (share_BGRJ @ value_BGJD)).flatten(1, 2)
@@ -79,7 +79,7 @@ def _fold_leaving(
         keys, values = _slots(state, state.position[:, None] % config.capacity)
         leaves_BL = (real_B & (state.position - config.capacity >= config.sinks))[:, None]
     else:  # a whole block, once per block
-        starts_B = real_B & config.block_leaves(state.position)
+        starts_B = real_B & (state.position % config.window_size == 0) & (state.position >= config.capacity)
         if not bool(starts_B.any()):
             return
         position_BL = state.position[:, None] - config.capacity

@@ -47,7 +47,7 @@ def test_a_data_set_is_measured_in_batches():
     ids = torch.randint(0, 96, (7, 12))
     data = PackedDataset(ids.int().numpy(), np.ones((7, 12), bool))
     model = keep_softmax(tiny())
-    found = effective_lengths(data, model, batch_size=3)
+    found = effective_lengths(model, data, batch_size=3)
     lengths = sequence_lengths(model, ids)
     assert (found["sequences"], sum(found["histogram"]["counts"])) == (7, 7)
     assert found["mean"] == pytest.approx(lengths.mean().item(), rel=1e-4)

@@ -41,7 +41,7 @@ def main(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
                         if name == list(runs)[-1]:
                             raise
                         results[name] = str(error)
-                group.barrier()
+                group.gather(None)
     except UserError as error:
         results[name] = str(error)
     return results

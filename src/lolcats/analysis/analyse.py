@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lolcats.config import DataSection
-from lolcats.config.attention import AttentionConfig
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model, with_begin_token
@@ -89,11 +88,11 @@ def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: in
         scores = dict(call)
         params = module.params(*(scores.pop(name) for name in ("sink_logits", "scale", "softcap")))
         hybrid_NHTT, _, length_N = attention_weights(q, k, module.config, params, **scores)
-        tokens = hybrid_NHTT.shape[-1]
-        position_T = torch.arange(tokens, device=q.device)
+        position_T = torch.arange(hybrid_NHTT.shape[-1], device=q.device)
         real_NT = position_T < length_N[:, None]
         # Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is the linear part's share.
-        linear_NHTT = hybrid_NHTT * outside_window(module.config, tokens, q.device)
+        begin_T1 = module.config.window_start(position_T)[:, None]
+        linear_NHTT = hybrid_NHTT * ((position_T < begin_T1) & (position_T >= module.config.sinks))
         add(shares, layer_idx, (linear_NHTT.sum(-1) * real_NT[:, None]).sum((0, 2)))
         if layer_idx == layers[0]:
             counts["tokens"] += int(real_NT.sum())
@@ -114,10 +113,3 @@ def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: in
         "mse_heads": error_heads,
         "linear_share": {"share": [sum(row) / len(row) for row in share_heads], "share_heads": share_heads},
     }
-
-
-def outside_window(attention: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """[T, T] bool: which keys (columns) of which queries (rows) belong to the linear part."""
-    position_T = torch.arange(tokens, device=device)
-    before_window = position_T < attention.window_start(position_T)[:, None]
-    return before_window & (position_T >= attention.sinks) & (position_T <= position_T[:, None])

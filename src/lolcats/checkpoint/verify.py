@@ -59,8 +59,8 @@ def reload_check(
         place = _device_with_room(size, device)
         if place is None:
             return {"skipped": f"{size / 2**30:.1f} GiB of weights fit nowhere beside those in memory"}
-        loaded = _load(folder, place)
-        loss = dataset_perplexity(loaded, few, batch_size=batch_size)["loss"]
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": place})
+        loss = dataset_perplexity(loaded.eval(), few, batch_size=batch_size)["loss"]
         rounding = tolerance or TOLERANCE.get(loaded.dtype, TOLERANCE[torch.bfloat16])
         if not abs(loss - expected) <= rounding:
             raise UserError(
@@ -71,11 +71,6 @@ def reload_check(
         return {"loss": loss, "expected_loss": expected, "sequences": len(few)}
 
     return check
-
-
-def _load(folder: Path, device: torch.device) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": device})
-    return model.eval()
 
 
 def _device_with_room(size: int, device: torch.device) -> torch.device | None:

@@ -51,7 +51,7 @@ def sequence_lengths(model: LolcatsForCausalLM, input_ids_BT: Tensor) -> Tensor:
     return torch.stack(found).mean(0)
 
 
-def effective_lengths(dataset: PackedDataset, model: Any, *, batch_size: int) -> dict[str, Any]:
+def effective_lengths(model: Any, dataset: PackedDataset, *, batch_size: int) -> dict[str, Any]:
     """Mean, standard deviation and histogram (counts between edges) of all sequences, as plain numbers."""
     if not isinstance(model, LolcatsForCausalLM):
         raise UserError(

@@ -130,28 +130,21 @@ def _ruler(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> list[
     return rows
 
 
-def _perplexity(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+def _text(
+    options: EvalOptions, path: str, model: Any, tokenizer: Any, measure: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
     assert options.data is not None  # see check
     data = with_begin_token(options.data, path, tokenizer)
     if options.limit is not None:
         data = data.model_copy(update={"validation_sequences": options.limit})
-    found = dataset_perplexity(model, build_evaluation_dataset(data, tokenizer), batch_size=options.batch_size)
-    return found | {"begin_token": data.begin_token}
-
-
-def _esl(options: EvalOptions, path: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    assert options.data is not None  # see check
-    data = with_begin_token(options.data, path, tokenizer)
-    if options.limit is not None:
-        data = data.model_copy(update={"validation_sequences": options.limit})
-    found = effective_lengths(build_evaluation_dataset(data, tokenizer), model, batch_size=options.batch_size)
+    found = measure(model, build_evaluation_dataset(data, tokenizer), batch_size=options.batch_size)
     return {"sequence_length": data.sequence_length, "begin_token": data.begin_token, **found}
 
 
 EVALUATIONS: dict[str, Callable[..., Any]] = {
-    "perplexity": _perplexity,
+    "perplexity": partial(_text, measure=dataset_perplexity),
     "recall": _recall,
     "ruler": _ruler,
     "passkey": partial(_recall, usual=PASSKEY),
-    "esl": _esl,
+    "esl": partial(_text, measure=effective_lengths),
 }

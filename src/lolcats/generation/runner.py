@@ -118,10 +118,12 @@ class Runner:
         Returns:
             [n, V], logits after each chunk's last token.
         """
-        if len(slots) == 1 and self._captures(slots[0], len(chunks[0])):
-            return self._prefill_captured(slots[0], chunks[0])
         counts = [len(chunk) for chunk in chunks]
         longest = max(counts)
+        captures = self.prompt_graphs is not None and len(slots) == 1 and 1 < longest <= MOST_CAPTURED
+        # A graph has one shape, but exact heads look back at as many tokens as there are.
+        if captures and not (self.cache.places and self.cache.lengths[slots[0]]):
+            return self._prefill_captured(slots[0], chunks[0])
         token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
         slot_B = torch.tensor(slots, device=self.device)
         new_B = torch.tensor(counts, device=self.device)
@@ -146,14 +148,6 @@ class Runner:
             self.cache.lengths[slot] += count
         self.tokens_prefilled += sum(counts)
         return logits_BV
-
-    def _captures(self, slot: int, tokens: int) -> bool:
-        """Whether so many tokens of a slot run from a graph: where all that is left to know are their numbers."""
-        if self.prompt_graphs is None:
-            return False
-        if self.cache.places and self.cache.lengths[slot]:  # exact heads look back at as many tokens as there are
-            return False
-        return 1 < tokens <= MOST_CAPTURED
 
     def _prefill_captured(self, slot: int, chunk: list[int]) -> Tensor:
         """`prefill` of one slot, in a row whose length is rounded up.

@@ -89,7 +89,8 @@ class StopStrings:
             place, _, self.found = min(matches)
             passed, self.held = self.held[:place], ""
             return passed
-        keep = max((_overlap(self.held, stop) for stop in self.stops), default=0)
+        begun = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
+        keep = max(begun, default=0)  # the longest end of the text that begins a stop string
         passed, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return passed
 
@@ -97,11 +98,3 @@ class StopStrings:
         """What was held back, when no more text comes."""
         passed, self.held = self.held, ""
         return passed
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

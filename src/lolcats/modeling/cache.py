@@ -189,8 +189,11 @@ class ExactCacheLayer(AttentionCacheLayer):
         is_step = tokens == 1 and (self.is_allocated or self.keys.is_cuda or not rows.even)
         if is_step:
             key = self.keys.device, self.places, self.sinks
-            if key not in rows.shared:
-                rows.shared[key] = self._step_places(past_B, rows.real_BT)
+            if key not in rows.shared:  # its place, and how many places have a token then
+                place_B = place_of(past_B, self.window, self.sinks)
+                if rows.real_BT is not None:
+                    place_B = torch.where(rows.real_BT[:, 0].to(past_B.device), place_B, self.places)
+                rows.shared[key] = place_B, (past_B + 1).clamp(max=self.places)
             place_B, length_B = rows.shared[key]
             self._store(new, row_B, place_B)
             keys, values = (x[row_B if adjacent is None else adjacent, :, : min(end, self.places)] for x in memory)
@@ -255,13 +258,6 @@ class ExactCacheLayer(AttentionCacheLayer):
         for x, new_BG1D in zip((self.keys, self.values), new, strict=True):
             new_BG1D = pack(new_BG1D) if is_packed(x) and not is_packed(new_BG1D) else new_BG1D.to(x.dtype)
             x[row_B, :, place_B] = new_BG1D.squeeze(2)
-
-    def _step_places(self, past_B: Tensor, real_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of one new token a row: its place [B]; how many places have a token then [B]."""
-        place_B = place_of(past_B, self.window, self.sinks)
-        if real_BT is not None:
-            place_B = torch.where(real_BT[:, 0].to(past_B.device), place_B, self.places)
-        return place_B, (past_B + 1).clamp(max=self.places)
 
     # --- what the engine reads and writes of a row ------------------------------------------------------------
 

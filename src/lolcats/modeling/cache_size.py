@@ -15,7 +15,6 @@ import torch
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.heads import by_layer
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import FACTOR_BYTES
@@ -74,8 +73,11 @@ def heads_in_budget(
             raise UserError(
                 f"exact={budget}: a cache without exact heads takes {size / 2**20:.1f} MiB at {tokens} tokens already"
             )
-        costs = {index: _head_cost(config, layer, tokens, dtype) for index, layer in layers.items()}
-        chosen = []
+        costs, chosen = {}, []
+        for index, layer in layers.items():  # its keys, less its share of the layer's state
+            keys = _kept_bytes(config, replace(layer, exact=(0,)), tokens, dtype)
+            state = _state_bytes(layer, config.attention, dtype)
+            costs[index] = keys - state / (layer.num_kv_heads - len(layer.exact))
         for index, head in ranked:
             if size + costs[index] <= limit:
                 size += costs[index]
@@ -84,7 +86,7 @@ def heads_in_budget(
         raise UserError(f"exact={budget} makes none of {heads} KV heads exact; raise it")
     if len(chosen) == len(ranked):
         raise UserError(f"exact={budget} makes all {heads} KV heads exact, which is the model as it was; lower it")
-    return by_layer(chosen)
+    return {index: sorted(head for own, head in chosen if own == index) for index in sorted(dict(chosen))}
 
 
 def window_in_budget(
@@ -121,12 +123,6 @@ def window_in_budget(
 def _bytes(amount: str) -> float:
     """Of 16MiB; `AttentionConfig` checked how it is written."""
     return float(amount[:-3]) * UNITS[amount[-3:]]
-
-
-def _head_cost(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> float:
-    """Bytes that a linear KV head of a layer costs as an exact one: its keys, less its share of the layer's state."""
-    keys = _kept_bytes(config, replace(layer, exact=(0,)), tokens, dtype)
-    return keys - _state_bytes(layer, config.attention, dtype) / (layer.num_kv_heads - len(layer.exact))
 
 
 def native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:

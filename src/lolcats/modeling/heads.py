@@ -78,11 +78,3 @@ def named_heads(names: Iterable[str], num_kv_heads: Mapping[int, int], model: st
         for index in layers:
             found[index] |= {int(head)} if head else set(range(num_kv_heads[index]))
     return found
-
-
-def by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """The heads of each layer, ascending, from pairs (layer, head)."""
-    found: dict[int, list[int]] = {}
-    for index, head in sorted(heads):
-        found.setdefault(index, []).append(head)
-    return found

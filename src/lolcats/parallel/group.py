@@ -87,11 +87,6 @@ class Group:
         distributed.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        if self.world > 1:
-            distributed.barrier(group=self.control)
-
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """Rank 0 runs the block before the others do, which then find its files.

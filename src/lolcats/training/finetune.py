@@ -54,7 +54,9 @@ class AdjustStage:
         self.model = add_lora(model, config)
         for _, module in model.linear_layers():
             module.requires_grad_(config.train_feature_maps)
-        dropout = _has_dropout(self.model)
+        parts = list(self.model.modules())
+        dropout = any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts)
+        dropout |= any(getattr(part, "attention_dropout", 0) for part in parts)  # of attention weights
         if config.gradient_checkpointing:
             checkpoint_activations(model, preserve_rng_state=dropout)
         self.head = find_head(model)
@@ -166,11 +168,3 @@ def label_rows(labels_BT: Tensor, *, padding_steps: int | None = None) -> dict[s
         label_L = torch.cat([label_L, torch.zeros_like(others)])
         weight_L = torch.cat([weight_L, torch.zeros(len(others))])
     return dict(zip(ROWS, (row_L, label_L, weight_L), strict=True))
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    """Whether a training step draws random numbers: dropout modules, or dropout of attention weights."""
-    return any(
-        (isinstance(module, nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0)
-        for module in model.modules()
-    )

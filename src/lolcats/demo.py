@@ -82,13 +82,9 @@ def _side_by_side(config: LinearizeConfig, output: Path) -> Table:
     from lolcats.generation.engine import Engine
     from lolcats.generation.sampling import SamplingParams
 
-    teacher = load_model(
-        str(config.model.path),
-        dtype=config.model.dtype,
-        device=config.model.device,
-    )
-    linearized = load_model(output, dtype=config.model.dtype, device=config.model.device)
-    engines = [Engine(for_engine(model), tokenizer, max_slots=8) for model, tokenizer in (teacher, linearized)]
+    where: dict[str, Any] = {"dtype": config.model.dtype, "device": config.model.device}
+    loaded = [load_model(path, **where) for path in (str(config.model.path), output)]
+    engines = [Engine(for_engine(model), tokenizer, max_slots=8) for model, tokenizer in loaded]
     answers = [engine.generate(PROMPTS, SamplingParams(max_new_tokens=32)) for engine in engines]
     table = Table("prompt", "teacher", "linearized", title="the same prompts", title_justify="left", show_lines=True)
     for row in zip(PROMPTS, *answers, strict=True):

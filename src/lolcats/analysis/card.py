@@ -108,15 +108,16 @@ def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
 
 def _curves(title: str, note: str, lines: Series, x: str, y: str) -> Chart:
     """Lines of points (x, y) by label."""
-    figure, axis = _axis(x, y)
+    chart, axis = _chart(title, note, x, y)
     for label, points in lines.items():
         axis.plot(*zip(*points, strict=True), marker=".", label=label)
-    return _chart(title, note, figure)
+    axis.legend(fontsize=8)
+    return chart
 
 
 def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Chart:
     """Bars side by side, by label."""
-    figure, axis = _axis(x, y)
+    chart, axis = _chart(title, note, x, y)
     width = 0.8 / len(series)
     for place, (label, values) in enumerate(series.items()):
         where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
@@ -124,19 +125,13 @@ def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: st
     step = math.ceil(len(names) / 16)
     axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
     axis.set_yscale("log" if log else "linear")
-    return _chart(title, note, figure)
+    axis.legend(fontsize=8)
+    return chart
 
 
-def _axis(x: str, y: str) -> tuple[Figure, Any]:
+def _chart(title: str, note: str, x: str, y: str) -> tuple[Chart, Any]:
     figure = Figure(figsize=(6.0, 3.4), layout="constrained")
     axis = figure.subplots()
     axis.set(xlabel=x, ylabel=y)
     axis.grid(alpha=0.3)
-    return figure, axis
-
-
-def _chart(title: str, note: str, figure: Figure) -> Chart:
-    for axis in figure.axes:
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
-    return Chart(title, note, figure)
+    return Chart(title, note, figure), axis

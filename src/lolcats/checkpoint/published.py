@@ -91,7 +91,14 @@ def import_published(
         "stages": {},
         "exact_heads": model.config.exact_heads,
     }
-    export(model, tokenizer, output, report=report, card=_card(str(path), attention, weights))
+    window = f"{attention.window} window of {attention.window_size}" if attention.window_size else "no window"
+    card = f"""{card_head(str(path))}
+
+A linear-time version of `{public_name(str(path))}` ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254)), trained with
+the paper's published code and imported by lolcats: {window}, feature map {attention.feature_map}. Its weights came from
+{", ".join(map(public_name, weights))}; configurations and versions are in `lolcats_report.json`.
+"""
+    export(model, tokenizer, output, report=report, card=card)
 
 
 def _settings(files: Sequence[Path]) -> dict[str, Any]:
@@ -227,13 +234,3 @@ def _fill(model: LolcatsForCausalLM, tensors: dict[str, Tensor], theirs: dict[st
             f"the configurations have no place for the tensors {', '.join(unexpected[:5])} ({len(unexpected)} in all)."
             " Those of LoRA need that of stage 2, with its section `finetune`"
         )
-
-
-def _card(base: str, attention: AttentionConfig, weights: Sequence[str]) -> str:
-    window = f"{attention.window} window of {attention.window_size}" if attention.window_size else "no window"
-    return f"""{card_head(base)}
-
-A linear-time version of `{public_name(base)}` ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254)), trained with the
-paper's published code and imported by lolcats: {window}, feature map {attention.feature_map}. Its weights came from
-{", ".join(map(public_name, weights))}; configurations and versions are in `lolcats_report.json`.
-"""

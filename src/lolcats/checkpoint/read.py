@@ -38,7 +38,14 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         self.folder, index = folder, folder / INDEX
         if index.is_file():
-            self.file_of = _read_index(index)
+            try:
+                self.file_of = {
+                    str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()
+                }
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"{index} is not an index of safetensors shards ({error}); download it again"
+                ) from error
         elif (folder / SINGLE).is_file():
             self.file_of = dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
         else:
@@ -162,14 +169,6 @@ def checkpoint_folder(path: str, revision: str | None) -> Path:
         return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(f"cannot download the weights of {path}: {error}") from error
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not an index of safetensors shards ({error}); download it again") from error
 
 
 def _some(names: list[str]) -> str:

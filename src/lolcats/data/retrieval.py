@@ -106,7 +106,7 @@ class RetrievalWriter:
         begin = [tokenizer.bos_token_id] if begin_token and begins_texts(tokenizer) else []
         self.begin = np.array(begin, dtype=np.int32)
         self.templates = TEMPLATES[split]
-        self.words = [word for word in _common_words() if _is_test(word) == (split == "test")]
+        self.words = _common_words(split)
         self.haystack = haystack
 
     @cached_property
@@ -330,14 +330,11 @@ def _joined(
     return Sample(np.concatenate([ids for ids, _ in parts]).astype(np.int32), answer, source)
 
 
-def _is_test(word: str) -> bool:
-    return zlib.crc32(word.encode()) % TEST_SHARE == 0
-
-
 @cache
-def _common_words() -> list[str]:
-    """Plain words of four to eight letters that the shipped text has three times or more, in alphabetical order."""
+def _common_words(split: Split) -> list[str]:
+    """The split's plain words of four to eight letters, those in the shipped text three times or more, in order."""
     counts: Counter[str] = Counter()
     for text in open_source(DataSource(path="demo")).rows()["text"]:
         counts.update(re.findall(r"\b[a-z]{4,8}\b", text))
-    return sorted(word for word, count in counts.items() if count >= 3)
+    common = sorted(word for word, count in counts.items() if count >= 3)
+    return [word for word in common if (zlib.crc32(word.encode()) % TEST_SHARE == 0) == (split == "test")]

@@ -96,7 +96,10 @@ def records(form: str, tokenizer: Any = None, column: str = "text", only: bool =
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": pair[2]}]
         if messages is not None:
             converse = converse or chat(tokenizer)
-            return converse(messages, _tools(row.get("tools")))
+            tools: Any = row.get("tools")  # definitions, or JSON text of all or of each
+            tools = _json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
+            given = [_json(tool, "tools") if isinstance(tool, str) else _without_none(tool) for tool in tools or ()]
+            return converse(messages, given or None)
         if pair is not None:
             request, context, answer, kind = pair
             if kind == "alpaca":
@@ -313,12 +316,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value
-
-
-def _tools(value: Any) -> list[Any] | None:
-    """Definitions of tools, which may be JSON text."""
-    value = _json(value, "tools") if isinstance(value, str) and value.strip() else value
-    return [_json(tool, "tools") if isinstance(tool, str) else _without_none(tool) for tool in value or ()] or None
 
 
 def _json(text: str, what: str) -> Any:

@@ -34,7 +34,12 @@ def tables(report: dict[str, Any]) -> list[Table]:
     """All tables of a report, each of the models for which it was measured."""
     rows = report["models"]
     having = {name: [row for row in rows if name in row] for name in ("attention", "tasks", "perplexity")}
-    found = [_attention_table(having["attention"])] if having["attention"] else []
+    found = []
+    if having["attention"]:  # the settings measured: some can be changed on a trained model (`AttentionConfig`)
+        names = ("window", "window_size", "sinks", "feature_map", "linear_length_cap", "exact_window")
+        settings = [(row["model"], [row["attention"].get(name) for name in names]) for row in having["attention"]]
+        body = [[model, *("-" if value is None else str(value) for value in values)] for model, values in settings]
+        found.append(("Attention as measured", ["model", *(name.replace("_", " ") for name in names)], body))
     if having["tasks"]:
         found.append(_task_table(having["tasks"], report["settings"]["limit"]))
     for name in ("recall", "ruler", "passkey"):
@@ -47,14 +52,6 @@ def tables(report: dict[str, Any]) -> list[Table]:
     body = [[name, *(f"{esl[key]:.0f}" for key in ("mean", "std", "sequences"))] for name, esl in lengths]
     columns = ["model", "mean", "std", "sequences"]
     return found + ([("Effective sequence length (sum over queries, tokens)", columns, body)] if body else [])
-
-
-def _attention_table(rows: list[dict[str, Any]]) -> Table:
-    """The settings measured: some can be changed on a trained model (`AttentionConfig`)."""
-    names = ("window", "window_size", "sinks", "feature_map", "linear_length_cap", "exact_window")
-    found = [(row, [row["attention"].get(name) for name in names]) for row in rows]
-    body = [[row["model"], *("-" if value is None else str(value) for value in values)] for row, values in found]
-    return ("Attention as measured", ["model", *(name.replace("_", " ") for name in names)], body)
 
 
 def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:

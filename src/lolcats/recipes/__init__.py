@@ -21,11 +21,6 @@ DEFAULT = "lolcats-hybrid"  # where no recipe is named
 SUFFIXES = (".yaml", ".yml")
 
 
-def list_recipes() -> dict[str, str]:
-    """Name -> one-line description, in alphabetical order."""
-    return list_files(FOLDER)
-
-
 def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
     """Values of a recipe by name, or of a YAML file, laid over those of its base, for `LinearizeConfig.from_dict`."""
     chain = _chain(name_or_path)
@@ -70,8 +65,8 @@ def _chain(name_or_path: str | Path) -> list[tuple[Path, dict[str, Any]]]:
             raise UserError(f"{file}: base: {error}") from error
 
 
-def list_files(folder: Path) -> dict[str, str]:
-    """Name of each YAML file -> its first line, a comment, in alphabetical order."""
+def list_recipes(folder: Path = FOLDER) -> dict[str, str]:
+    """Name of each recipe, or other YAML file of a folder -> its first line, a comment, in alphabetical order."""
     files = sorted(folder.glob("*.yaml"), key=lambda path: path.stem)
     return {path.stem: path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for path in files}
 
@@ -81,7 +76,7 @@ def find_file(kind: str, folder: Path, name_or_path: str | Path) -> Path:
     text = str(name_or_path)
     if text.endswith(SUFFIXES):
         return Path(text).expanduser()
-    known = list_files(folder)
+    known = list_recipes(folder)
     if text not in known:
         raise UserError(
             f"no {kind} named {text!r}; there are {', '.join(known)}. A file of your own must end in .yaml or .yml"

@@ -62,7 +62,12 @@ class Graphs:
             if graph is None:
                 return call(inputs)
             self._captured[key] = graph
-        return self._replay(self._captured[key], inputs)
+        graph = self._captured[key]
+        for name, tensor in inputs.items():
+            graph.inputs[name].copy_(tensor, non_blocking=True)
+        graph.replay()
+        self._add_gradients(graph.gradients)
+        return {name: tensor.clone() for name, tensor in graph.results.items()}
 
     def release(self) -> None:
         """Give the graphs' memory back; from now on the functions are called themselves."""
@@ -118,13 +123,6 @@ class Graphs:
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         return {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
-
-    def _replay(self, graph: _Graph, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, tensor in inputs.items():
-            graph.inputs[name].copy_(tensor, non_blocking=True)
-        graph.replay()
-        self._add_gradients(graph.gradients)
-        return {name: tensor.clone() for name, tensor in graph.results.items()}
 
     def _add_gradients(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """As a backward pass: into `.grad` where there is one, else as the first gradient."""

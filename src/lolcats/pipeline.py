@@ -151,7 +151,9 @@ def prepare_data(run: Run) -> None:
     if run.written:
         run.report["data"]["written"] = [report for _, report in run.written.values()]
     if run.partial is not None:
-        run.blocks = _blocks(run)
+        data = dict(zip(("train", "validation"), run.data["transfer"], strict=True))
+        identity = run.identity("transfer", data["validation"])
+        run.blocks = Blocks(config, run.partial, data, run.folder / "transfer", identity, run.console)
 
 
 def _build(run: Run, section: DataSection, only_validation: bool = False) -> Splits:
@@ -166,13 +168,6 @@ def _build(run: Run, section: DataSection, only_validation: bool = False) -> Spl
         section = section.model_copy(update={"max_train_tokens": section.sequence_length})
     options = {"seed": run.config.seed, "vocabulary": run.model.config.text_config.vocab_size}
     return build_datasets(section, run.tokenizer, progress=run.group.is_main, **options)
-
-
-def _blocks(run: Run) -> Blocks:
-    assert run.partial is not None
-    config, data = run.config, dict(zip(("train", "validation"), run.data["transfer"], strict=True))
-    identity = run.identity("transfer", data["validation"])
-    return Blocks(config, run.partial, data, run.folder / "transfer", identity, run.console)
 
 
 # --- stages -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 import yaml
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -77,7 +77,14 @@ def import_published(
     original, tokenizer = load_base_model(section)
     model = convert(original, attention)
     finetune = settings.get("finetune")
-    adapted: Any = None if finetune is None else _with_lora(model, finetune)
+    adapted: Any = None
+    if finetune is not None:
+        if finetune.get("method") != "lora" or not isinstance(finetune.get("kwargs"), dict):
+            raise UserError(f"finetune.method={finetune.get('method')!r} cannot be imported: expected lora with kwargs")
+        try:
+            adapted = get_peft_model(model, LoraConfig(**finetune["kwargs"] | {"task_type": "CAUSAL_LM"}))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"PEFT refuses the section `finetune`: {error}") from error
     _fill(model, tensors, settings["attention"])
     if adapted is not None:
         adapted.merge_and_unload()  # in place
@@ -182,17 +189,6 @@ def _tensors(source: str) -> dict[str, Tensor]:
 def _bare(name: str) -> str:
     """A tensor's or module's name from its decoder layer on."""
     return re.sub(r"^.*?(?=layers\.\d+\.)", "", name).replace(".default.", ".")
-
-
-def _with_lora(model: LolcatsForCausalLM, finetune: dict[str, Any]) -> PeftModel:
-    if finetune.get("method") != "lora" or not isinstance(finetune.get("kwargs"), dict):
-        raise UserError(f"finetune.method={finetune.get('method')!r} cannot be imported: expected lora, with kwargs")
-    try:
-        wrapped = get_peft_model(model, LoraConfig(**finetune["kwargs"] | {"task_type": "CAUSAL_LM"}))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"PEFT refuses the section `finetune`: {error}") from error
-    assert isinstance(wrapped, PeftModel)
-    return wrapped
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ def dataset_perplexity(
     batch_size: int = 8,
     group: Group = SINGLE,
     attention_call: AttentionCall | None = None,
-    losses: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    graphs: Callable[..., dict[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Perplexity of a causal model over all labelled tokens of `dataset`.
 
@@ -44,17 +44,17 @@ def dataset_perplexity(
         model: returns `.logits` [B, T, V]; its mode (train or eval) is left as it is.
         group: the processes that share the batches; all get the result.
         attention_call: what a linearized model's layers compute; None: hybrid attention.
-        losses: what computes `batch_losses` of a batch on the model's device, as a CUDA graph say; None: that itself.
+        graphs: calls `batch_losses`, see `lolcats.training.graphs.Graphs`; None: it is called as it is.
 
     Returns:
         perplexity, loss (nats per token), tokens (labels counted).
     """
     device = getattr(model, "device", None) or next(model.parameters()).device
-    losses = losses or partial(batch_losses, model, attention_call=attention_call)
+    losses: Callable[..., Any] = batch_losses if graphs is None else partial(graphs, batch_losses)
 
     def measure(indices: list[int]) -> tuple[Tensor, int]:
-        batch = dataset.batch(indices)
-        losses_N = losses({name: tensor.to(device) for name, tensor in batch.items()})["losses"]
+        batch = {name: tensor.to(device) for name, tensor in dataset.batch(indices).items()}
+        losses_N = losses(batch, model=model, attention_call=attention_call)["losses"]
         return losses_N[None], dataset.labels(indices)
 
     sums, count = group.sums(batches_of(dataset, batch_size), measure)
@@ -68,7 +68,7 @@ def dataset_perplexity(
 
 @torch.no_grad()
 def batch_losses(
-    model: nn.Module, batch: dict[str, Tensor], *, attention_call: AttentionCall | None = None
+    batch: dict[str, Tensor], *, model: nn.Module, attention_call: AttentionCall | None
 ) -> dict[str, Tensor]:
     """ "losses" [B * T] of predicting each position's successor (nats, float32), 0 where that is no label.
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
-from lolcats.config.attention import AttentionConfig, LayerHeads
+from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.attention import ATTENTION_NAME, find_sequences
 from lolcats.modeling.cache_hooks import NOT_QUANTIZED, provide_cache_layer, run_all_tokens
 from lolcats.modeling.cache_size import window_in_budget
@@ -58,7 +58,12 @@ class LolcatsPreTrainedModel(PreTrainedModel):
         config.text_config = base_model.config
         # All that may fail comes before the first change of a given base model.
         self._fitting(config.attention)
-        added = {layer.index: self._new_parameters(layer) for layer in config.linear_layers}
+        added = {}
+        for layer in config.linear_layers:
+            attention = base_model.get_submodule(layer.module)
+            weight = next(chain(attention.parameters(), attention.buffers()))  # quantised ones may be buffers
+            shape = layer.num_heads, layer.num_kv_heads, layer.head_dim
+            added[layer.index] = HybridAttention(config.attention, *shape, exact=layer.exact, device=weight.device)
         if given:
             for module in base_model.modules():
                 module._is_hf_initialized = True  # post_init must not initialise its weights again
@@ -83,18 +88,6 @@ class LolcatsPreTrainedModel(PreTrainedModel):
     def base_model(self) -> Any:
         """The decoder, without the head: what transformers means by it, not what this class wraps."""
         return self.get_decoder()
-
-    def _new_parameters(self, layer: LayerHeads) -> HybridAttention:
-        attention = self.model.get_submodule(layer.module)
-        weight = next(chain(attention.parameters(), attention.buffers()))  # quantised ones may be buffers
-        return HybridAttention(
-            self.config.attention,
-            layer.num_heads,
-            layer.num_kv_heads,
-            layer.head_dim,
-            exact=layer.exact,
-            device=weight.device,
-        )
 
     # --- the linearized layers ------------------------------------------------------------------------------
 

@@ -69,7 +69,13 @@ def load_sharded(section: ModelSection, attention: AttentionConfig, group: Group
     settings["reshard_after_forward"] = True
     with group.sync_errors():
         model = convert(base, attention)
-        place_replicated(model, group.device)
+        for _, maps in model.linear_layers():
+            maps.to_empty(device=group.device)
+            maps.reset_parameters()
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if not buffer.is_meta:
+                    module._buffers[name] = buffer.to(group.device)
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         ends = [] if tied else [model.get_input_embeddings(), model.get_output_embeddings()]
         checkpoint = BaseCheckpoint(base, folder)
@@ -89,17 +95,6 @@ def load_sharded(section: ModelSection, attention: AttentionConfig, group: Group
                 " set parallel.shard=off"
             )
     return model.eval(), tokenizer
-
-
-def place_replicated(model: LolcatsForCausalLM, device: torch.device) -> None:
-    """Initialise feature maps and put them and all buffers on the device that computes."""
-    for _, module in model.linear_layers():
-        module.to_empty(device=device)
-        module.reset_parameters()
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
 
 
 def replicated(model: LolcatsForCausalLM) -> dict[nn.Parameter, None]:

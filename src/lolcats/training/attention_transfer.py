@@ -8,7 +8,6 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
-from lolcats.evaluation.perplexity import batch_losses, batches_of, dataset_perplexity
+from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.decoder import HIDDEN, decoder_layers, run_layers
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -104,6 +103,7 @@ class TransferStage:
 
     def evaluate(self) -> dict[str, Any]:
         size = self.config.micro_batch_size
+        self.model.eval()
 
         def measure(indices: list[int]) -> tuple[Tensor, int]:
             batch = self.validation.batch(indices)
@@ -123,12 +123,8 @@ class TransferStage:
             "layer_losses": per_layer,
         }
         if self.metric == "perplexity":
-            sharing: dict[str, Any] = {
-                "batch_size": size,
-                "group": self.group,
-                "losses": partial(self.graphs, self._token_losses),
-            }
-            result["perplexity"] = dataset_perplexity(self.model, self.validation, **sharing)["perplexity"]
+            how: dict[str, Any] = {"batch_size": size, "group": self.group, "graphs": self.graphs}
+            result["perplexity"] = dataset_perplexity(self.model, self.validation, **how)["perplexity"]
         return result
 
     @torch.no_grad()
@@ -153,15 +149,9 @@ class TransferStage:
 
     def _losses(self, inputs: dict[str, Tensor], scale: float | None) -> dict[str, Tensor]:
         """The losses of all layers, in order, and their mean; gradients add up, if there is a scale."""
-        if scale is None:
-            self.model.eval()
         losses_L, hidden_BTD = self._run(inputs, gradient_scale=scale)
         result = {"loss": losses_L.mean(), "layers": losses_L}
         return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
-
-    def _token_losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.model.eval()
-        return batch_losses(self.model, batch)
 
     def _run(self, inputs: dict[str, Tensor], gradient_scale: float | None) -> tuple[Tensor, Tensor | None]:
         """One pass over a batch: the layers' losses [L], with gradients if a scale is given; `_hidden_states`."""

@@ -7,7 +7,6 @@ predictions: those of the same weights with softmax attention on and the adapter
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn.functional import pad
 from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
-from lolcats.evaluation.perplexity import batch_losses, batches_of, dataset_perplexity, perplexity_of
+from lolcats.evaluation.perplexity import batches_of, dataset_perplexity, perplexity_of
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
@@ -87,12 +86,13 @@ class AdjustStage:
 
     def evaluate(self) -> dict[str, Any]:
         size = self.config.micro_batch_size
+        self.model.eval()
         if self.config.distill_factor:
             sums, count = self.group.sums(batches_of(self.validation, size), self._distilled)
             loss, cross_entropy, divergence = sums
             return perplexity_of(cross_entropy, count) | {"loss": loss / count, "divergence": divergence / count}
-        losses = partial(self.graphs, self._token_losses)
-        return dataset_perplexity(self.model, self.validation, batch_size=size, group=self.group, losses=losses)
+        how: dict[str, Any] = {"batch_size": size, "group": self.group, "graphs": self.graphs}
+        return dataset_perplexity(self.model, self.validation, attention_call=self.call, **how)
 
     @torch.no_grad()
     def _distilled(self, indices: list[int]) -> tuple[Tensor, int]:
@@ -100,7 +100,6 @@ class AdjustStage:
         batch = self.validation.batch(indices)
         inputs = to_device(batch | label_rows(batch.pop("labels")), self.linearized.device)
         row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
-        self.model.eval()
         with gathered(self.head.module):
             loss, parts = self._losses(inputs, row_L, label_L, torch.ones_like(weight_L))
         return torch.stack([loss, *parts.values()])[:, None], len(row_L)
@@ -128,10 +127,6 @@ class AdjustStage:
             loss, parts = self._losses(inputs, row_L, label_L, weight_L)
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
-
-    def _token_losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.model.eval()
-        return batch_losses(self.model, batch, attention_call=self.call)
 
     @torch.no_grad()
     def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:

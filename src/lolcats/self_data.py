@@ -134,6 +134,7 @@ def write_rows(
     samples = file.with_suffix(".samples")
     rows: list[dict[str, Any]] = []
     if getattr(tokenizer, "chat_template", None):
+        # A chat model: prompts, unless they are given, then an answer to each.
         if prompts is None:
             drafts = file.with_suffix(".prompts")
             opening, stop = _user_turn(tokenizer)
@@ -149,7 +150,7 @@ def write_rows(
             text = row["text"].strip()
             if row["finished"] and _is_good(text, 1):
                 rows.append({"messages": [*asked[row["index"]][0], {"role": "assistant", "content": text}]})
-    else:
+    else:  # a base model continues from its begin token
         begin = next((x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None), None)
         if begin is None or prompts is not None:
             need = "a chat template" if prompts is not None else "a begin or end token"

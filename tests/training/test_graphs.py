@@ -35,7 +35,7 @@ class Played(Graphs):
         before = [p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        results, gradients = call(fixed), self._gradients()
+        results, gradients = call(fixed), {p: p.grad for p in self.parameters if p.grad is not None}
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient
         return results, gradients

@@ -20,6 +20,7 @@ from lolcats.config import DataSection
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model, with_begin_token
+from lolcats.evaluation.perplexity import batches_of
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops import attention_weights
@@ -99,10 +100,9 @@ def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: in
             counts["sequences"] += len(q)
 
     call = AttentionCall(mode="softmax", observe=observe)
-    for begin in range(0, len(dataset), batch_size):
-        batch = dataset.batch(list(range(begin, min(begin + batch_size, len(dataset)))))
-        batch.pop("labels")
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    for rows in batches_of(dataset, batch_size):
+        batch = dataset.batch(rows)
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
         model.get_decoder()(**inputs, use_cache=False, attention_call=call)
 
     error_heads = [(errors[layer] / counts["sequences"]).tolist() for layer in layers]

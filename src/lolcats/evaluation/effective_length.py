@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
+from lolcats.evaluation.perplexity import batches_of
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.softmax import softmax_attention
@@ -58,11 +59,8 @@ def effective_lengths(model: Any, dataset: PackedDataset, *, batch_size: int) ->
             f"{type(model).__name__} has no softmax attention that goes through transformers' attention interface, so"
             " that effective sequence lengths cannot be measured"
         )
-    found = []
-    for begin in range(0, len(dataset), batch_size):
-        batch = dataset.batch(list(range(begin, min(begin + batch_size, len(dataset)))))
-        found.append(sequence_lengths(model, batch["input_ids"].to(model.device)).cpu().numpy())
-    lengths_N = np.concatenate(found)
+    batches = (dataset.batch(rows)["input_ids"].to(model.device) for rows in batches_of(dataset, batch_size))
+    lengths_N = np.concatenate([sequence_lengths(model, batch).cpu().numpy() for batch in batches])
     counts, edges = np.histogram(lengths_N, bins=40)
     return {
         "sequences": len(lengths_N),

@@ -98,6 +98,7 @@ def run_tasks(
     with lm_eval_set_up():
         device = str(next(model.parameters()).device)
         lm = LolcatsLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device, softmax_dtype="float32")
+        # lm-eval takes one form of prompts a call: tasks in the chat template are measured apart.
         generate = {
             name: all(member.OUTPUT_TYPE == "generate_until" for member in _members(task))
             for name, task in tasks.items()

@@ -55,6 +55,7 @@ def evaluate_models(
         report["provenance"]["versions"]["lm-eval"] = importlib.metadata.version("lm-eval")
     if options.lm_eval_tasks and options.data_dir is not None:
         report["provenance"]["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
+    # One model in memory at a time.
     for path in models:
         model, tokenizer = load(path)
         row: dict[str, Any] = {"model": path, **describe(model)}

@@ -20,8 +20,9 @@ from lolcats.modeling.cache import ExactCacheLayer, recurrent_layers
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Rows
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
-from lolcats.modeling.softmax import softmax_attention, wants_gradient
+from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
+from lolcats.ops.hybrid_attention.state import needs_gradient
 from lolcats.ops.packing import Packing
 
 ATTENTION_NAME = "lolcats"
@@ -74,7 +75,7 @@ def lolcats_attention(
     window, sinks, packed = sliding_window, None, False
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
     if attention is not None and call.mode == "hybrid":
-        packed = attention.cache_bits == 8 and not wants_gradient(query, key, value)
+        packed = attention.cache_bits == 8 and not needs_gradient(query, key, value)
         if attention.exact_tokens and sliding_window is None:
             window, sinks = attention.exact_tokens, attention.sinks
     exact_packed = packed and sliding_window is None

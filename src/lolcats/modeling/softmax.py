@@ -19,6 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from lolcats.ops.eight_bits import is_packed, unpack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
+from lolcats.ops.hybrid_attention.state import needs_gradient
 
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
 QUERY_BLOCK = 1024
@@ -77,7 +78,7 @@ def softmax_attention(
         return y_1HMD[0].unflatten(1, (-1, tokens)).transpose(0, 1)
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
     takes = partial(supports_softmax_step, q_BHTD, k_BGKD, v_BGKD)
-    forward_only = dropout == 0.0 and not wants_gradient(q_BHTD, k_BGKD, v_BGKD)
+    forward_only = dropout == 0.0 and not needs_gradient(q_BHTD, k_BGKD, v_BGKD)
     if length is not None and forward_only and has_kernel("auto", q_BHTD, takes):
         from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step  # imports Triton
 
@@ -135,11 +136,6 @@ def softmax_attention(
         block = q_BHTD[:, :, begin:end], _ends(k_BHKD, *ends), _ends(v_BHKD, *ends)
         outputs.append(_attend(*block, visible[:, None], scale, softcap, sink_H1, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-
-def wants_gradient(*tensors: Tensor) -> bool:
-    """Whether autograd needs what is computed from these."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:

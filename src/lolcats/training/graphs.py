@@ -107,11 +107,14 @@ class Graphs:
             capture = torch.cuda.graph(graph, stream=self.stream(device), pool=self._pool)
             with torch.cuda.device(device), capture:
                 results = call(fixed)
-            return _Graph(graph.replay, fixed, results, self._gradients())
+            gradients = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+            return _Graph(graph.replay, fixed, results, gradients)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
             self.release()
-            _end_generator_capture(device)
+            # The generator refuses to draw numbers until a capture ends well.
+            with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device=device)
             # The end of a broken capture raises, too; what broke it is the context.
             cause = error.__context__ or error
             first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
@@ -120,9 +123,6 @@ class Graphs:
         finally:
             for parameter, gradient in zip(self.parameters, accumulated, strict=True):
                 parameter.grad = gradient
-
-    def _gradients(self) -> dict[nn.Parameter, Tensor]:
-        return {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
 
     def _add_gradients(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """As a backward pass: into `.grad` where there is one, else as the first gradient."""
@@ -136,12 +136,6 @@ class Graphs:
                     self._buffers[parameter] = torch.empty_like(gradients[parameter])
                 parameter.grad = self._buffers[parameter]
             torch._foreach_copy_([self._buffers[p] for p in first], [gradients[p] for p in first])
-
-
-def _end_generator_capture(device: torch.device) -> None:
-    """After a failed capture the generator refuses to draw numbers, until a capture ends well."""
-    with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros(1, device=device)
 
 
 class _Graph(NamedTuple):

@@ -23,7 +23,7 @@ from lolcats.ops.hybrid_attention.equation import (
 )
 from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
-from lolcats.ops.hybrid_attention.state import accumulation_dtype
+from lolcats.ops.hybrid_attention.state import accumulation_dtype, needs_gradient
 
 
 def output_mse(
@@ -56,8 +56,7 @@ def output_mse(
     count = q_BHTD.numel() if cu_seqlens is None else cu_seqlens[-1] * (heads * head_dim)
 
     inputs = (q_BHTD, k_BGTD, v_BGTD, target_BHTD)
-    wants_more = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    fits = target_BHTD.dtype == q_BHTD.dtype and not wants_more
+    fits = target_BHTD.dtype == q_BHTD.dtype and not needs_gradient(*inputs)
     if fits and has_kernel(backend, q_BHTD, lambda: supports(*inputs[:3], config, params)):
         from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 

@@ -50,6 +50,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd needs what is computed from these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def ring_positions(position_B: Tensor, capacity: int) -> Tensor:
     """[B, C] position of the token in each ring slot after `position_B` tokens; negative: never written."""
     slot_C = torch.arange(capacity, device=position_B.device)

@@ -22,9 +22,8 @@ from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forwar
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.prefill import prefill
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
-from lolcats.ops.hybrid_attention.kernels.support import need_gradients
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState, once
+from lolcats.ops.hybrid_attention.state import HybridState, needs_gradient, once
 
 # Of the tensors of `Operands`: q, k, v and the sinks; the feature maps'.
 _INPUTS = (0, 1, 2, 9, 10)
@@ -57,10 +56,11 @@ def triton_attention(
     if fresh:
         config = config.within(tokens)
     after, inputs = None, (q_BHTD, k_BGTD, v_BGTD, config, params)
+    # With states, without autograd. Where gradients are needed, too, a second pass of fresh sequences has them.
     if state is not None:
         with torch.no_grad():
             y_BHTD, after = _with_state(*inputs, state=state, fresh=fresh, cu_seqlens=cu_seqlens, shared=shared)
-        if not need_gradients(q_BHTD, k_BGTD, v_BGTD, *params.tensors):
+        if not needs_gradient(q_BHTD, k_BGTD, v_BGTD, *params.tensors):
             return y_BHTD, after
     if packed:
         k_BGTD, v_BGTD = (unpack(pack(x), q_BHTD.dtype) for x in (k_BGTD, v_BGTD))
@@ -76,7 +76,7 @@ def triton_attention(
     tensors = [None if x is None else _dense(x) if i in _INPUTS else x.contiguous() for i, x in enumerate(given)]
     settings = (config, params.scale_of(q_BHTD), params.softcap)
     target_BHTD = None if target_BHTD is None else _dense(target_BHTD)
-    if need_gradients(*tensors):
+    if needs_gradient(*tensors):
         return _Attention.apply(settings, target_BHTD, *tensors), after
     out, _ = forward(Operands.of(tensors, *settings), target=target_BHTD)
     return out.y if out.square is None else out.square.sum(), after

@@ -11,7 +11,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState
+from lolcats.ops.hybrid_attention.state import HybridState, needs_gradient
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SINKS = 64
@@ -38,7 +38,7 @@ def supports(
     reason = _any_tensors(q_BHTD, k_BGTD, v_BGTD)
     if reason is not None:
         return reason
-    if state is not None and need_gradients(q_BHTD, k_BGTD, v_BGTD, *params.tensors, state.S):
+    if state is not None and needs_gradient(q_BHTD, k_BGTD, v_BGTD, *params.tensors, state.S):
         return "Gradients through a state are needed, which the kernels do not have."
     if params.k_weight is not None and not 8 <= params.k_weight.shape[2] <= MAX_COLUMNS:
         return f"feature_dim is {params.k_weight.shape[2]}; the kernels take 8 to {MAX_COLUMNS}."
@@ -49,10 +49,6 @@ def supports(
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None
-
-
-def need_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def supports_step(

@@ -49,7 +49,7 @@ def test_later_settings_win():
     config = resolve(given, recipe="smollm2-135m", overrides=["attention.sinks=4", "seed=9"])
     assert config.recipe == "smollm2-135m"
     assert (config.attention.window_size, config.attention.sinks, config.seed) == (32, 4, 9)
-    assert config.attention.feature_dim == 32  # the recipe's
+    assert config.model.dtype == "bfloat16"  # the recipe's
     config = resolve({"model.path": "m", "data.sources": [{"path": "d"}]})
     assert (config.recipe, config.attention.sinks, config.attention.exact) == ("lolcats-hybrid", 1, ("25%",))
 

@@ -96,3 +96,52 @@ def test_random_schedules(backend, config, lengths, packed):
         assert_near({f"{row}": torch.cat(done[row], 1)}, {f"{row}": expected[row, :, :length]}, case.q.dtype)
     others = [n for n in range(12) if n not in page]
     assert (pages.memory[others] == 0xFF).all(), "wrote into a page of no sequence"
+
+
+@needs_triton
+@pytest.mark.parametrize(("config", "packed"), KERNEL)
+@torch.no_grad()
+def test_state_inside_a_piece_is_kept(config, packed):
+    """The rest of every sequence is run twice: from the state behind its second piece, and from the one inside."""
+    from lolcats.ops.hybrid_attention.kernels.prefill import prefill
+
+    # Tokens before the second piece, where it is cut (None: nowhere), where it ends; then the rest.
+    bounds = [(0, 64, 70), (3, 9, 40), (5, None, 30), (70, 71, 90), (0, 1, 2), (20, 130, 131)]
+    length, pages_of_row = 140, 3  # its own, one for the state inside, and one that is not written
+    case = make_case(config, length, heads=4, kv_heads=2, batch=len(bounds))
+    pages = pages_of(case, pages_of_row * len(bounds), packed=packed)
+    q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
+    y = torch.zeros_like(q)
+
+    def run(work: list[tuple[int, int, int, int, int]]) -> None:
+        """(row, first token, end, page to read, page to write) of each sequence."""
+        at = torch.cat([row * length + torch.arange(first, end) for row, first, end, _, _ in work]).to(DEVICE)
+        numbers = torch.tensor([[first, source, page] for _, first, _, source, page in work], device=DEVICE)
+        position, source, page = numbers.unbind(1)
+        borders = torch.tensor([0, *accumulate(end - first for _, first, end, _, _ in work)], device=DEVICE)
+        own = [x.flatten(0, 1)[at] for x in (q, k, v)]
+        out = torch.empty_like(own[0])
+        where = {"page_N": page, "from_N": source, "position_N": position, "cu_seqlens": borders}
+        seen = tuple(first for _, first, _, _, _ in work)
+        prefill(*own, case.config, case.params, parts=pages.views, seen=seen, y_THD=out, **where)
+        y.view(-1, *y.shape[2:])[at] = out
+
+    rows = [(row, pages_of_row * row, *bound) for row, bound in enumerate(bounds)]
+    run([(row, 0, start, page, page) for row, page, start, _, _ in rows if start])
+    work = []
+    for row, page, start, cut, end in rows:
+        work += [(row, start, end, page, page)] if cut is None else [(row, start, cut, page, page + 1)]
+        work += [] if cut is None else [(row, cut, end, page, page)]
+    run(work)
+    if packed:
+        case.k, case.v = (unpack(pack(x), x.dtype) for x in (case.k, case.v))
+    expected = case.map(torch.Tensor.double).run("reference")[0].transpose(1, 2)
+    for name in ("behind", "inside"):
+        rest = [(row, end, page) for row, page, _, _, end in rows]
+        if name == "inside":
+            rest = [(row, cut, page + 1) for row, page, _, cut, _ in rows if cut is not None]
+        run([(row, first, length, page, page) for row, first, page in rest])
+        found = {f"{name} {row}": y[row] for row, _, _ in rest}
+        assert_near(found, {f"{name} {row}": expected[row] for row, _, _ in rest}, case.q.dtype)
+        y.fill_(torch.nan) if name == "inside" else None
+    assert (pages.memory[pages_of_row - 1 :: pages_of_row] == 0xFF).all(), "wrote into a page of no sequence"

@@ -3,7 +3,7 @@
 import pytest
 from vllm_kit import PROMPTS, TOLERANCE, assert_same, rms_error, transformers_answers
 
-from lolcats.vllm_plugin import defaults
+from lolcats.vllm_plugin import defaults, layer
 
 # One layer of three keeps keys and values.
 HYBRID = {"attention": {"exact": [1]}}
@@ -64,6 +64,28 @@ def test_single_tokens_in_pages(folder, serve, monkeypatch, options) -> None:
     for answer, right in zip(served.answers(given, new), expected, strict=True):
         assert answer.tokens == right.tokens
         assert answer.logprobs == pytest.approx(right.logprobs, abs=TOLERANCE)
+
+
+def test_a_prompt_is_one_pass_that_keeps_its_prefix(folder, serve, monkeypatch) -> None:
+    """As on a GPU, in Triton's interpreter: the state at the last multiple of 16 is written within the pass."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(layer, "STATE_TOKENS", 32)
+    path, new = folder(**EXACT_HEADS), 2
+    served, expected = serve(path, enable_prefix_caching=True), transformers_answers(path, new)[4:6]
+    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, passes = scheduler.schedule, []
+
+    def count(*arguments, **named):
+        output = schedule(*arguments, **named)
+        passes.append(list(output.num_scheduled_tokens.values()))
+        return output
+
+    scheduler.schedule = count
+    for _ in range(2):
+        for answer, right in zip(served.answers(PROMPTS[4:6], new), expected, strict=True):
+            assert answer.tokens == right.tokens
+            assert answer.logprobs == pytest.approx(right.logprobs, abs=TOLERANCE)
+    assert [lengths for lengths in passes if lengths] == [[33, 63], [1, 1], [33 - 32, 63 - 48], [1, 1]]
 
 
 @pytest.mark.parametrize(

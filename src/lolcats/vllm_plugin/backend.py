@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointBuilder
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
@@ -39,8 +41,9 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):
             self.vllm_config.scheduler_config.max_num_seqs,
             self.vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        self.page_B = torch.full((largest,), -1, dtype=torch.int32, device=self.device)
-        self.position_B = torch.zeros(largest, dtype=torch.int64, device=self.device)
+        self.inner_states = MambaPrefillCheckpointBuilder(self.vllm_config, self.kv_cache_spec)
+        self.page_B = torch.full((2 * largest,), -1, dtype=torch.int32, device=self.device)
+        self.position_B = torch.zeros(2 * largest, dtype=torch.int64, device=self.device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -52,7 +55,8 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):
     ) -> PagedBatch:
         """vLLM's description of a batch, in ours. Nothing waits for the device.
 
-        With prefix caching vLLM has copied the state of the shared prefix into the sequence's own page before.
+        With prefix caching vLLM has copied the state of the shared prefix into the sequence's own page before. It may
+        want the state inside a prompt's last pass, in a page of its own: there the sequence is cut in two.
         """
         common = common_attn_metadata
         pages = mamba_get_block_table_tensor(
@@ -60,20 +64,40 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):
             common.seq_lens,
             self.kv_cache_spec,
             self.vllm_config.cache_config.mamba_cache_mode,
-        )
+        )[:, 0]
         begin = common.query_start_loc_cpu
         lengths = begin.diff()
         # Sequences without tokens fill a CUDA graph up; they are last, and have no pages.
         real = int((lengths > 0).sum())
-        self.page_B[:real] = pages[:real, 0]
-        self.page_B[real:] = -1
-        self.position_B[:real] = common.compute_num_computed_tokens()[:real]
         steps = int((lengths == 1).long().cumprod(0).sum()) if self.steps_in_pages else 0
         seen = [0] * real
         if steps < real:
             ends = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which the model refuses
             seen = ((common.seq_lens.cpu() if ends is None else ends)[:real] - lengths[:real]).tolist()
-        return PagedBatch(begin[: real + 1].tolist(), seen, self.page_B, self.position_B, common.query_start_loc, steps)
+        begin, begin_B, from_B = begin[: real + 1], common.query_start_loc, None
+        pages, positions = pages[:real], common.compute_num_computed_tokens()[:real]
+        if steps < real and (inner := self.inner_states.build(common, list(range(steps, real)))):
+            cut_N = torch.tensor([0] * steps + list(inner.offsets or ()))
+            row_B = torch.arange(real).repeat_interleave(1 + (cut_N > 0))
+            first_B = torch.where(row_B.diff(prepend=row_B.new_tensor([-1])) == 0, cut_N[row_B], 0)
+            written_B = torch.where(first_B.roll(-1) > 0, row_B + real - steps, row_B)
+            begin, seen = torch.cat([begin[row_B] + first_B, begin[real:]]), (torch.tensor(seen)[row_B] + first_B).tolist()
+            tables = torch.stack([row_B, first_B, written_B])
+            row_B, first_B, written_B = async_tensor_h2d(tables, self.device).unbind()
+            begin_B = torch.cat([begin_B[row_B] + first_B, begin_B[real : real + 1]])
+            from_B, pages = pages[row_B], torch.cat([pages, inner.state_indices])[written_B]
+            real, positions = len(row_B), positions[row_B] + first_B
+        self.page_B[:real] = pages
+        self.page_B[real:] = -1
+        self.position_B[:real] = positions
+        return PagedBatch(begin.tolist(), seen, self.page_B, self.position_B, begin_B, steps, from_B)
+
+
+def keeps_inner_states(vllm_config: VllmConfig) -> bool:
+    """Whether a prompt's last pass can also write the state some tokens before its end."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    is_align = vllm_config.cache_config.mamba_cache_mode == "align"
+    return is_align and steps_in_pages(vllm_config) and not any(getattr(layer, "ring", None) for layer in layers)
 
 
 def steps_in_pages(vllm_config: VllmConfig) -> bool:

@@ -21,6 +21,9 @@ SNAPSHOT_TOKENS = 1024
 # states ends, which are shorter. And each sequence that takes a state there registers it again, as if just made: no
 # other one may take it in the same step.
 PREFIX_UNIT = 16
+# So many tokens share a state's place then: as a sequence generates, vLLM copies its state at each such border, for 1 %
+# of what a step reads; and a prompt that reaches two borders runs in one pass, with a second place for the prefix's state.
+STATE_TOKENS = 128
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:

@@ -29,6 +29,8 @@ from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.pages import StatePages, page_parts, paged_attention
+from lolcats.vllm_plugin.backend import keeps_inner_states
+from lolcats.vllm_plugin.defaults import PREFIX_UNIT, STATE_TOKENS
 from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
 
 
@@ -168,8 +170,14 @@ class Page(nn.Module, MambaBase):
         """With the padding behind the state. An exact head's keys lie there if the page is one of keys: where a prefix
         ends inside a page, vLLM 0.32 copies as much of it as the first layer with that memory, maybe this one, names.
         """
+        cache = vllm_config.cache_config
+        inner: dict[str, Any] = {}
+        if keeps_inner_states(vllm_config):
+            inner = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+            if cache.prefix_match_unit == PREFIX_UNIT:
+                cache.mamba_block_size = min(cache.mamba_block_size, STATE_TOKENS)
         spec: Any = super().get_kv_cache_spec(vllm_config)
-        return replace(spec, shapes=((spec.page_size_bytes,),))
+        return replace(spec, shapes=((spec.page_size_bytes,),), **inner)
 
 
 class PagedHybridAttention(Page):

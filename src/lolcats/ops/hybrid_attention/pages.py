@@ -67,6 +67,8 @@ class PagedBatch:
         begin_B: `begin` on the device.
         steps: how many of the first sequences have one token each, which goes into their pages without a copy of the
             states. What `begin` and `seen` say of these is not used.
+        from_B: page that each state is read from, for `prefill`; other than `page_B` where the next sequence is the
+            rest of this one. None: `page_B`.
 
     Attributes:
         singles: how many of the first sequences have one token each, `steps` if there are any.
@@ -74,7 +76,14 @@ class PagedBatch:
     """
 
     def __init__(
-        self, begin: Sequence[int], seen: Sequence[int], page_B: Tensor, position_B: Tensor, begin_B: Tensor, steps: int
+        self,
+        begin: Sequence[int],
+        seen: Sequence[int],
+        page_B: Tensor,
+        position_B: Tensor,
+        begin_B: Tensor,
+        steps: int,
+        from_B: Tensor | None = None,
     ) -> None:
         self.page_B, self.position_B, self.steps = page_B, position_B, steps
         self.begin, self.seen = begin, seen
@@ -82,12 +91,13 @@ class PagedBatch:
         self.singles = steps or next(others, len(seen))
         self.shared: dict[Hashable, Any] = {}
         # Sequences that run in one call, their pages and positions, and their borders; None: one token each.
-        self.pieces: list[tuple[slice, Tensor, Tensor, Tensor | None]] = []
+        self.pieces: list[tuple[slice, Tensor, Tensor, Tensor, Tensor | None]] = []
+        from_B = page_B if from_B is None else from_B
         for first, end in ((steps, self.singles), (self.singles, len(seen))):
             if begin[first] < begin[end]:
                 borders = None if first < self.singles else begin_B[first : end + 1] - begin[first]
                 rows = slice(first, end)
-                self.pieces.append((rows, page_B[rows].long(), position_B[rows], borders))
+                self.pieces.append((rows, page_B[rows].long(), from_B[rows].long(), position_B[rows], borders))
 
 
 def paged_attention(
@@ -122,12 +132,13 @@ def paged_attention(
         q, k, v, y = (x[: batch.steps, :, None] for x in (q_NHD, k_NGD, v_NGD, y_NHD))
         page_B, position_B = batch.page_B[: batch.steps], batch.position_B[: batch.steps]
         step(q, k, v, parts=pages.views, page_B=page_B, position_B=position_B, y_BH1D=y, heads_G=heads_G)
-    for rows, page_B, position_B, cu_seqlens in batch.pieces:
+    for rows, page_B, from_B, position_B, cu_seqlens in batch.pieces:
         tokens, seen = slice(batch.begin[rows.start], batch.begin[rows.stop]), tuple(batch.seen[rows])
         own, y_THD = [x[tokens] for x in (q_NHD, k_NGD, v_NGD)], y_NHD[tokens]
         if prefill is not None and cu_seqlens is not None:
-            where: dict[str, Any] = {"page_N": page_B, "position_N": position_B, "cu_seqlens": cu_seqlens, "seen": seen}
-            prefill(*own, parts=pages.views, **where, y_THD=y_THD, heads_G=heads_G, shared=batch.shared)
+            where: dict[str, Any] = {"page_N": page_B, "from_N": from_B, "position_N": position_B, "seen": seen}
+            where |= {"cu_seqlens": cu_seqlens, "heads_G": heads_G, "shared": batch.shared}
+            prefill(*own, parts=pages.views, **where, y_THD=y_THD)
             continue
         if heads_G is not None:
             own = [x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in own]

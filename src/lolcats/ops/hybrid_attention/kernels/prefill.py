@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.forward import forward
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
+from lolcats.ops.hybrid_attention.kernels.operands import STATE_CHUNK, Operands
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
 from lolcats.ops.hybrid_attention.params import HybridParams
@@ -29,33 +29,46 @@ class Tables:
     tokens; at the end padding, if there is some, or if `seen` does not tell how many there are of the first kind.
 
     Args:
-        position_N, page_N: int64, tokens that each sequence has seen, and where its state lies.
+        position_N, page_N: int64, tokens that each sequence has seen, and where its state is written.
+        from_N: where its state is read. If that is another page than `page_N`, the next sequence is the rest of this
+            one, cut so that the state between is kept, too.
         cu_seqlens: borders, [N + 1].
         seen: the numbers in `position_N`, a tuple, or None.
 
     Attributes:
         length_N: new tokens of each sequence.
+        start_N: tokens that each sequence had before the row, `position_N` but for the rest of one that was cut.
         kept, seen: the tokens of places of rings and sinks; those of entries, and of the sinks behind them.
         segments: of the N sequences, and the padding after the last.
         base_N: int32, position of each sequence's first entry.
+        joined_N: see `Operands`.
         token_E, entry_T: the query of each entry, the entry of each token.
     """
 
     def __init__(
-        self, config: AttentionConfig, position_N: Tensor, page_N: Tensor, cu_seqlens: Tensor, tokens: int, seen: Any
+        self,
+        config: AttentionConfig,
+        position_N: Tensor,
+        page_N: Tensor,
+        from_N: Tensor,
+        cu_seqlens: Tensor,
+        tokens: int,
+        seen: Any,
     ) -> None:
         count, capacity, device = len(position_N), config.capacity, position_N.device
         border_N = cu_seqlens.long().clamp(0, tokens)
         self.length_N = border_N.diff()
-        end_N = position_N + self.length_N
+        end_N, is_cut_N = position_N + self.length_N, from_N != page_N
+        before_N = torch.where(is_cut_N.roll(1), self.length_N.roll(1), 0)
+        self.start_N = position_N - before_N
         place_NC = torch.arange(capacity + config.sinks, device=device).repeat(count, 1)
-        page_NC = page_N[:, None].repeat(1, capacity + config.sinks)
+        page_NC, origin_NC = (x[:, None].repeat(1, capacity + config.sinks) for x in (page_N, from_N))
         wanted_NC = torch.cat([ring_positions(end_N, capacity), place_NC[:, : config.sinks]], 1)
         new_NC = wanted_NC - position_N[:, None]
-        is_new_NC = (new_NC >= 0) & (wanted_NC < end_N[:, None])
-        without_N1 = torch.where(position_N == 0, -1, -2)[:, None]
+        is_new_NC = (new_NC >= -before_N[:, None]) & (wanted_NC < end_N[:, None])
+        without_N1 = torch.where(self.start_N == 0, -1, -2)[:, None]
         token_NC = torch.where(is_new_NC, border_N[:-1, None] + new_NC, without_N1)
-        self.kept = Moves(token_NC.flatten(), page_NC.flatten(), place_NC.flatten())
+        self.kept = Moves(*(x.flatten() for x in (token_NC, page_NC, place_NC, origin_NC)))
 
         base_N = config.window_start(position_N - 1)
         prior_N = position_N - base_N
@@ -63,6 +76,8 @@ class Tables:
         first_N = border_N + pad(prior_N.cumsum(0), (1, 0))  # and the end of the last
         self.segments = Segments.of_lengths(first_N, pad(prior_N + self.length_N, (0, 1)), tokens + old)
         self.base_N = base_N.int()
+        chunks_N = (prior_N + self.length_N + STATE_CHUNK - 1) // STATE_CHUNK
+        self.joined_N = torch.where(is_cut_N, -1, torch.where(is_cut_N.roll(1), chunks_N.roll(1), 0)).int()
         index_E = torch.arange(tokens + old, device=device)
         n_E = torch.searchsorted(first_N[1:], index_E, right=True).clamp_max(count - 1)
         offset_E = index_E - (first_N[:-1] + prior_N)[n_E]
@@ -74,10 +89,10 @@ class Tables:
         self.entry_T = torch.where(index_E[:tokens] <= last, entry_T, tokens + old - 1)  # which is padding then
         # Sinks that have not come yet are some other token: nobody sees them, but they must be finite.
         sink_NC = torch.minimum(border_N[:-1, None] + new_NC[:, capacity:], last).clamp_min(0)
-        sink_NC = torch.where(new_NC[:, capacity:] < 0, -1, sink_NC)
+        sink_NC = torch.where(new_NC[:, capacity:] < -before_N[:, None], -1, sink_NC)
         self.seen = Moves(
-            torch.cat([torch.where(offset_E < 0, -1, self.token_E), sink_NC.flatten()]),
-            torch.cat([page_N[n_E], page_NC[:, capacity:].flatten()]),
+            torch.cat([torch.where(offset_E < -before_N[n_E], -1, self.token_E), sink_NC.flatten()]),
+            torch.cat([from_N[n_E], origin_NC[:, capacity:].flatten()]),
             torch.cat([(position_N[n_E] + offset_E) % max(capacity, 1), place_NC[:, capacity:].flatten()]),
         )
 
@@ -91,6 +106,7 @@ def prefill(
     *,
     parts: dict[str, Tensor],
     page_N: Tensor,
+    from_N: Tensor | None = None,
     position_N: Tensor,
     cu_seqlens: Tensor,
     seen: tuple[int, ...] | None,
@@ -102,10 +118,12 @@ def prefill(
 
     Args:
         parts, y_THD, heads_G: see `paged_step`.
-        page_N, position_N, cu_seqlens, seen: see `Tables`; all pages are different.
+        page_N, from_N, position_N, cu_seqlens, seen: see `Tables`; all pages written are different. `from_N`: None for
+            `page_N`.
         shared: see `hybrid_attention`.
     """
-    tables = once(shared, Tables, config, position_N, page_N, cu_seqlens, len(q_THD), seen)
+    from_N = page_N if from_N is None else from_N
+    tables = once(shared, Tables, config, position_N, page_N, from_N, cu_seqlens, len(q_THD), seen)
     count, kv_heads, entries = len(page_N), k_TGD.shape[1], len(tables.token_E)
     if heads_G is not None:
         q_THD = q_THD.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2)
@@ -119,15 +137,15 @@ def prefill(
     sinks = memory[:, entries:, :, 0].unflatten(1, (count, -1)).transpose(2, 3) if config.sinks else (None, None)
     sums = None
     if config.feature_map is not None and (seen is None or any(seen)):
-        sums = parts["S"][page_N], parts["z"][page_N]
+        sums = parts["S"][from_N], parts["z"][from_N]
         for x in sums if seen is None or 0 in seen else ():
-            x.masked_fill_((position_N == 0).view(-1, *[1] * (x.dim() - 1)), 0)
+            x.masked_fill_((tables.start_N == 0).view(-1, *[1] * (x.dim() - 1)), 0)
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
     own = (None if x is None else x.contiguous() for x in (params.gamma, *params.tensors[1:]))
     settings: tuple[Any, ...] = config, params.scale_of(q), params.softcap
     tensors = q, k, v, *own, *sinks, *tables.segments
-    out, states = forward(Operands.of(tensors, *settings, sequences=count, base=tables.base_N, sums=sums))
+    out, states = forward(Operands.of(tensors, *settings, sequences=count, base=tables.base_N, joined=tables.joined_N, sums=sums))
 
     store_tokens(*new, *kept, tables.kept, **places)
     if states is not None and states.end_S is not None and states.end_z is not None:

@@ -24,11 +24,13 @@ class Moves(NamedTuple):
 
     source: the new token of each row; negative: there is none, see `store_tokens`.
     slot, place: the row's place in the cache. Places behind the ring are those of the sinks.
+    origin: the slot from which a place that would stay as it is gets what it has; None: its own.
     """
 
     source: Any
     slot: Any
     place: Any
+    origin: Any = None
 
 
 def store_tokens(
@@ -135,6 +137,14 @@ def _kernel(
                     tl.store(at + column, x.to(at.dtype.element_ty), mask=writes & (column < D))
                     if PACKED:
                         tl.store(at_factor, factor, mask=writes)
+                    if moves.origin is not None:
+                        origin = tl.load(moves.origin + row, mask=there, other=0)
+                        moved = inside & ((source < -1) & (origin != slot))[:, None]
+                        old = _address(cache[2 * part + i], origin, g, place - part * capacity)
+                        tl.store(at + column, tl.load(old + column, mask=moved & (column < D)), mask=moved & (column < D))
+                        if PACKED:
+                            old_factor = (old + D).to(tl.pointer_type(tl.float32), bitcast=True)
+                            tl.store(at_factor, tl.load(old_factor, mask=moved), mask=moved)
         if dense[0].x is not None:
             at = _address(dense[i], row, g, 0)
             tl.store(at + column, near.to(at.dtype.element_ty), mask=real)

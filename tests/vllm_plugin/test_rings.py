@@ -50,7 +50,7 @@ def run_schedule(ring: Ring, size: int, steps: bool, tensors: list, seed: int) -
             position, singles, begin = torch.cat([position, position.new_zeros(1)]), singles + 1, [*begin, begin[-1]]
             past.append(0)
         begin_B = torch.tensor(begin, device=DEVICE)
-        batch = PagedBatch(begin, past, batches[0], position, begin_B, steps=singles if steps else 0)
+        batch = PagedBatch(begin, past, batches[0].expand(2, -1), position, begin_B, steps=singles if steps else 0)
         q, k, v = (
             torch.cat([*(x[row][seen[row] : seen[row] + count[row]] for row in rows), x[0][:1]]) for x in tensors
         )

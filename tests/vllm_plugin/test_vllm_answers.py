@@ -51,11 +51,10 @@ def test_fp8_is_for_keys_of_exact_heads_alone(folder, serve) -> None:
     assert_same(serve(folder(), kv_cache_dtype="fp8").answers(PROMPTS), transformers_answers(folder()))
 
 
-@pytest.mark.parametrize("options", [EXACT_HEADS, BOUNDED], ids=["heads", "bounded"])
-def test_single_tokens_in_pages(folder, serve, monkeypatch, options) -> None:
+def test_single_tokens_in_pages_and_rings(folder, serve, monkeypatch) -> None:
     """As on a GPU: the kernel reads linear heads between exact ones where they stand, here in Triton's interpreter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    path, new = folder(**options), 3
+    path, new = folder(**BOUNDED), 3
     served = serve(path)
     layers = [x for x in served.config.compilation_config.static_forward_context.values() if hasattr(x, "layout")]
     assert all(layer.steps_in_pages for layer in layers)

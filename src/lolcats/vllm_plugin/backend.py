@@ -37,13 +37,10 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in the base class
         super().__init__(*args, **kwargs)
         self.steps_in_pages = steps_in_pages(self.vllm_config)
-        largest = max(
-            self.vllm_config.scheduler_config.max_num_seqs,
-            self.vllm_config.compilation_config.max_cudagraph_capture_size or 0,
-        )
+        largest = self.vllm_config.scheduler_config.max_num_batched_tokens  # no fewer than sequences, cut or not
         self.inner_states = MambaPrefillCheckpointBuilder(self.vllm_config, self.kv_cache_spec)
-        self.page_B = torch.full((2 * largest,), -1, dtype=torch.int32, device=self.device)
-        self.position_B = torch.zeros(2 * largest, dtype=torch.int64, device=self.device)
+        self.page_2B = torch.full((2, largest), -1, dtype=torch.int32, device=self.device)
+        self.position_B = torch.zeros(largest, dtype=torch.int64, device=self.device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -64,40 +61,30 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):
             common.seq_lens,
             self.kv_cache_spec,
             self.vllm_config.cache_config.mamba_cache_mode,
-        )[:, 0]
-        begin = common.query_start_loc_cpu
-        lengths = begin.diff()
+        )
+        lengths = common.query_start_loc_cpu.diff()
         # Sequences without tokens fill a CUDA graph up; they are last, and have no pages.
         real = int((lengths > 0).sum())
+        begin, begin_B = common.query_start_loc_cpu[: real + 1], common.query_start_loc[: real + 1]
+        page_2B, position_B = pages[:real, 0].expand(2, -1), common.compute_num_computed_tokens()[:real]
         steps = int((lengths == 1).long().cumprod(0).sum()) if self.steps_in_pages else 0
-        seen = [0] * real
-        if steps < real:
-            ends = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which the model refuses
-            seen = ((common.seq_lens.cpu() if ends is None else ends)[:real] - lengths[:real]).tolist()
-        begin, begin_B, from_B = begin[: real + 1], common.query_start_loc, None
-        pages, positions = pages[:real], common.compute_num_computed_tokens()[:real]
+        # The bound is exact without speculative decoding, which the model refuses.
+        seen_B = common.seq_lens_cpu_upper_bound[:real] - lengths[:real]
         if steps < real and (inner := self.inner_states.build(common, list(range(steps, real)))):
             cut_N = torch.tensor([0] * steps + list(inner.offsets or ()))
             row_B = torch.arange(real).repeat_interleave(1 + (cut_N > 0))
             first_B = torch.where(row_B.diff(prepend=row_B.new_tensor([-1])) == 0, cut_N[row_B], 0)
             written_B = torch.where(first_B.roll(-1) > 0, row_B + real - steps, row_B)
-            begin, seen = torch.cat([begin[row_B] + first_B, begin[real:]]), (torch.tensor(seen)[row_B] + first_B).tolist()
+            begin, seen_B = torch.cat([begin[row_B] + first_B, begin[real:]]), seen_B[row_B] + first_B
             tables = torch.stack([row_B, first_B, written_B])
             row_B, first_B, written_B = async_tensor_h2d(tables, self.device).unbind()
-            begin_B = torch.cat([begin_B[row_B] + first_B, begin_B[real : real + 1]])
-            from_B, pages = pages[row_B], torch.cat([pages, inner.state_indices])[written_B]
-            real, positions = len(row_B), positions[row_B] + first_B
-        self.page_B[:real] = pages
-        self.page_B[real:] = -1
-        self.position_B[:real] = positions
-        return PagedBatch(begin.tolist(), seen, self.page_B, self.position_B, begin_B, steps, from_B)
-
-
-def keeps_inner_states(vllm_config: VllmConfig) -> bool:
-    """Whether a prompt's last pass can also write the state some tokens before its end."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    is_align = vllm_config.cache_config.mamba_cache_mode == "align"
-    return is_align and steps_in_pages(vllm_config) and not any(getattr(layer, "ring", None) for layer in layers)
+            begin_B = torch.cat([begin_B[row_B] + first_B, begin_B[real:]])
+            page_2B = torch.cat([pages[:real, 0], inner.state_indices])[torch.stack([row_B, written_B])]
+            real, position_B = len(row_B), position_B[row_B] + first_B
+        self.page_2B[:, :real] = page_2B
+        self.page_2B[:, real:] = -1
+        self.position_B[:real] = position_B
+        return PagedBatch(begin.tolist(), seen_B.tolist(), self.page_2B, self.position_B, begin_B, steps)
 
 
 def steps_in_pages(vllm_config: VllmConfig) -> bool:

@@ -16,13 +16,11 @@ logger = logging.getLogger("vllm.lolcats")
 # A snapshot for prefix caching is a whole state, for Llama 3 8B as many bytes as a softmax model's 256 tokens. vLLM
 # would take one every 16 tokens, which costs more than it saves.
 SNAPSHOT_TOKENS = 1024
-# A prefix may end at multiples of it, if some heads or layers keep all keys. vLLM 0.32 by itself lets it end where
-# blocks of keys and of states both do. Often it has no state there, as it keeps one where a prompt's last block of
-# states ends, which are shorter. And each sequence that takes a state there registers it again, as if just made: no
-# other one may take it in the same step.
+# A prefix may end at multiples of it, if some heads or layers keep all keys. vLLM by itself lets it end where blocks of
+# keys and of states both do, and often has no state there.
 PREFIX_UNIT = 16
-# So many tokens share a state's place then: as a sequence generates, vLLM copies its state at each such border, for 1 %
-# of what a step reads; and a prompt that reaches two borders runs in one pass, with a second place for the prefix's state.
+# Tokens of a block of states then. A prompt that ends in the second block or later runs in one pass, which writes the
+# prefix's state into another block. In decoding vLLM copies a state at each border: for 128, 1 % of what steps read.
 STATE_TOKENS = 128
 
 

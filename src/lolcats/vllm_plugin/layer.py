@@ -29,7 +29,7 @@ from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.pages import StatePages, page_parts, paged_attention
-from lolcats.vllm_plugin.backend import keeps_inner_states
+from lolcats.vllm_plugin.backend import steps_in_pages
 from lolcats.vllm_plugin.defaults import PREFIX_UNIT, STATE_TOKENS
 from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
 
@@ -168,15 +168,14 @@ class Page(nn.Module, MambaBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         """With the padding behind the state. An exact head's keys lie there if the page is one of keys: where a prefix
-        ends inside a page, vLLM 0.32 copies as much of it as the first layer with that memory, maybe this one, names.
+        ends inside a page, vLLM copies as much of it as the first layer with that memory, maybe this one, names.
         """
-        cache = vllm_config.cache_config
-        inner: dict[str, Any] = {}
-        if keeps_inner_states(vllm_config):
-            inner = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
-            if cache.prefix_match_unit == PREFIX_UNIT:
-                cache.mamba_block_size = min(cache.mamba_block_size, STATE_TOKENS)
+        cache, config = vllm_config.cache_config, vllm_config.model_config.hf_config
+        inside = steps_in_pages(vllm_config) and not any(is_bounded(config, layer) for layer in config.layer_heads)
+        if inside and cache.prefix_match_unit == PREFIX_UNIT:
+            cache.mamba_block_size = min(cache.mamba_block_size, STATE_TOKENS)
         spec: Any = super().get_kv_cache_spec(vllm_config)
+        inner = {"num_prefill_checkpoint_blocks": int(inside), "prefill_checkpoint_alignment": 1}
         return replace(spec, shapes=((spec.page_size_bytes,),), **inner)
 
 
@@ -214,7 +213,7 @@ class PagedHybridAttention(Page):
         linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
         self.register_buffer("heads", linear, persistent=False)
         self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
-        # After the exact heads: in the other order vLLM 0.32's prefix cache gave wrong answers in smaller units.
+        # After the exact heads: in the other order vLLM's prefix cache gave wrong answers in smaller units.
         for page in (self, *self.more_pages):
             page.register()
 

@@ -62,13 +62,12 @@ class PagedBatch:
     Args:
         begin: first token of each sequence in the batch, and the number of tokens at the end; B + 1 numbers.
         seen: B numbers, tokens that each sequence had before the batch.
-        page_B: page of each sequence, int32, on the device.
+        page_2B: pages where each sequence's state is read and written, int32, on the device. They differ where the next
+            sequence is the rest of this one, cut so that the state between is kept: only for `prefill`.
         position_B: `seen` on the device, int64.
         begin_B: `begin` on the device.
         steps: how many of the first sequences have one token each, which goes into their pages without a copy of the
             states. What `begin` and `seen` say of these is not used.
-        from_B: page that each state is read from, for `prefill`; other than `page_B` where the next sequence is the
-            rest of this one. None: `page_B`.
 
     Attributes:
         singles: how many of the first sequences have one token each, `steps` if there are any.
@@ -79,25 +78,20 @@ class PagedBatch:
         self,
         begin: Sequence[int],
         seen: Sequence[int],
-        page_B: Tensor,
+        page_2B: Tensor,
         position_B: Tensor,
         begin_B: Tensor,
         steps: int,
-        from_B: Tensor | None = None,
     ) -> None:
-        self.page_B, self.position_B, self.steps = page_B, position_B, steps
+        self.page_B, self.position_B, self.steps = page_2B[1], position_B, steps
         self.begin, self.seen = begin, seen
         others = (row for row, (start, end) in enumerate(pairwise(begin)) if end - start != 1)
         self.singles = steps or next(others, len(seen))
         self.shared: dict[Hashable, Any] = {}
-        # Sequences that run in one call, their pages and positions, and their borders; None: one token each.
-        self.pieces: list[tuple[slice, Tensor, Tensor, Tensor, Tensor | None]] = []
-        from_B = page_B if from_B is None else from_B
-        for first, end in ((steps, self.singles), (self.singles, len(seen))):
-            if begin[first] < begin[end]:
-                borders = None if first < self.singles else begin_B[first : end + 1] - begin[first]
-                rows = slice(first, end)
-                self.pieces.append((rows, page_B[rows].long(), from_B[rows].long(), position_B[rows], borders))
+        self.rest = None  # of the sequences behind `steps`: pages, positions and borders
+        if steps < len(seen):
+            rows = slice(steps, len(seen))
+            self.rest = page_2B[:, rows].long(), position_B[rows], begin_B[steps : len(begin)] - begin[steps]
 
 
 def paged_attention(
@@ -132,24 +126,24 @@ def paged_attention(
         q, k, v, y = (x[: batch.steps, :, None] for x in (q_NHD, k_NGD, v_NGD, y_NHD))
         page_B, position_B = batch.page_B[: batch.steps], batch.position_B[: batch.steps]
         step(q, k, v, parts=pages.views, page_B=page_B, position_B=position_B, y_BH1D=y, heads_G=heads_G)
-    for rows, page_B, from_B, position_B, cu_seqlens in batch.pieces:
-        tokens, seen = slice(batch.begin[rows.start], batch.begin[rows.stop]), tuple(batch.seen[rows])
-        own, y_THD = [x[tokens] for x in (q_NHD, k_NGD, v_NGD)], y_NHD[tokens]
-        if prefill is not None and cu_seqlens is not None:
-            where: dict[str, Any] = {"page_N": page_B, "from_N": from_B, "position_N": position_B, "seen": seen}
-            where |= {"cu_seqlens": cu_seqlens, "heads_G": heads_G, "shared": batch.shared}
-            prefill(*own, parts=pages.views, **where, y_THD=y_THD)
-            continue
-        if heads_G is not None:
-            own = [x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in own]
-        shape = (len(page_B), 1) if cu_seqlens is None else (1, -1)
-        q_BHTD, k_BGTD, v_BGTD = (x.unflatten(0, shape).transpose(1, 2) for x in own)
-        before = pages.load(page_B, position_B) if any(seen) else None
-        y_BHTD, after = attend(q_BHTD, k_BGTD, v_BGTD, state=before, cu_seqlens=cu_seqlens, return_state=True)
-        assert after is not None
-        pages.store(page_B, after)
-        y = y_BHTD.transpose(1, 2).flatten(0, 1)
-        if heads_G is None:
-            y_THD.copy_(y)
-        else:
-            y_THD.unflatten(1, (kv_heads, -1)).index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))
+    if batch.rest is None:
+        return
+    page_2B, position_B, cu_seqlens = batch.rest
+    tokens, seen = slice(batch.begin[batch.steps], batch.begin[-1]), tuple(batch.seen[batch.steps :])
+    own, y_THD = [x[tokens] for x in (q_NHD, k_NGD, v_NGD)], y_NHD[tokens]
+    if prefill is not None:
+        where: dict[str, Any] = {"page_2N": page_2B, "position_N": position_B, "cu_seqlens": cu_seqlens, "seen": seen}
+        prefill(*own, parts=pages.views, **where, y_THD=y_THD, heads_G=heads_G, shared=batch.shared)
+        return
+    if heads_G is not None:
+        own = [x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in own]
+    q_1HTD, k_1GTD, v_1GTD = (x.transpose(0, 1)[None] for x in own)
+    before = pages.load(page_2B[0], position_B) if any(seen) else None
+    y_1HTD, after = attend(q_1HTD, k_1GTD, v_1GTD, state=before, cu_seqlens=cu_seqlens, return_state=True)
+    assert after is not None
+    pages.store(page_2B[1], after)
+    y = y_1HTD[0].transpose(0, 1)
+    if heads_G is None:
+        y_THD.copy_(y)
+    else:
+        y_THD.unflatten(1, (kv_heads, -1)).index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))

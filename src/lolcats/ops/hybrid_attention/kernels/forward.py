@@ -245,15 +245,13 @@ def _scan_block(
     """COLUMNS columns of the [chunks, WIDTH] matrix of one sequence and head."""
     BLOCKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row = (program // BLOCKS).to(tl.int64)
-    count, joined = chunks, 0
+    count = chunks
     if layout.table is not None:
         place = sequence(row // heads, layout, chunks)
-        entries += (row % heads * chunks + place.first_chunk) * WIDTH
-        count = tl.cdiv(place.limit, shape.C)
-        if layout.joined is not None:
-            joined = tl.load(layout.joined + row // heads, mask=row // heads < sequences, other=0)
-            entries -= tl.maximum(joined, 0).to(tl.int64) * WIDTH
-            count = tl.where(joined < 0, 0, count + joined)
+        joined = tl.load(layout.table + row // heads * 5 + 4)
+        entries += (row % heads * chunks + place.first_chunk - tl.maximum(joined, 0)) * WIDTH
+        count = tl.where(joined < 0, 0, tl.cdiv(place.limit, shape.C) + joined)
+        sequences = tl.where(joined < 0, 0, sequences)  # the next program writes the end
     else:
         entries += row * chunks * WIDTH
     at = program % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
@@ -279,13 +277,11 @@ def _scan_block(
         tl.debug_barrier()  # all is read
         before = total[None, :] + tl.cumsum(previous, 0)
         tl.store(address, before.to(entries.dtype.element_ty), mask=mask)
-        if layout.joined is not None:  # the end of the sequence before this one
+        if layout.table is not None and end is not None:  # the end of the segment before, which this one continues
             middle = (index == tl.where(joined > 0, joined, -1))[:, None] & at_end[None, :]
             tl.store(end + (row - heads) * WIDTH + at[None, :] + 0 * index[:, None], before, mask=middle)
         total += tl.sum(own, 0)
     if end is not None:
-        if layout.joined is not None:
-            at_end = at_end & (at < tl.where(joined < 0, 0, WIDTH))
         tl.store(end + row * WIDTH + at, total, mask=at_end)
 
 

@@ -98,10 +98,10 @@ def _with_state(
         cu_seqlens = torch.arange(batch + 1, device=q_BHTD.device) * tokens
     if not fresh:
         state = state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
-    page_N = torch.arange(len(state.position), device=q_BHTD.device)
-    where: dict[str, Any] = {"page_N": page_N, "position_N": state.position, "cu_seqlens": cu_seqlens}
+    page_2N = torch.arange(len(state.position), device=q_BHTD.device).expand(2, -1)
+    where: dict[str, Any] = {"page_2N": page_2N, "position_N": state.position, "cu_seqlens": cu_seqlens}
     q, k, v = (_dense(x).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-    y, parts, seen = torch.empty_like(q), state._asdict(), (0,) * len(page_N) if fresh else None
+    y, parts, seen = torch.empty_like(q), state._asdict(), (0,) * len(state.position) if fresh else None
     tables = prefill(q, k, v, *settings, parts=parts, **where, seen=seen, y_THD=y, shared=shared)
     y_BHTD = y.unflatten(0, (batch, tokens)).transpose(1, 2)
     return y_BHTD, state._replace(position=state.position + tables.length_N)

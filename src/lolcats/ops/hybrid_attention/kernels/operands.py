@@ -79,7 +79,6 @@ class Layout(NamedTuple):
     base: Any
     table: Any
     slots: Any
-    joined: Any
 
 
 class FeatureMaps(NamedTuple):
@@ -191,8 +190,7 @@ class Operands:
 
     Every row is a sequence, from its first token. Or one row holds all sequences: `table` and `slots` are those of
     `segments.Segments`, and where this text says "sequence b", segment b is meant. Sequences that resume from states
-    are on a grid: entry t has position base[b] + t, int32 [sequences]; None: zero. A sequence may continue the sums of
-    the one before it: joined[b] is the number of chunks of that one, and -1 there; otherwise 0; int32 [sequences].
+    are on a grid: entry t has position base[b] + t, int32 [sequences]; None: zero.
 
     The first `sequences` sequences have an initial state (if S is given) and a final state.
 
@@ -228,7 +226,6 @@ class Operands:
         *,
         sequences: int = 0,
         base: Tensor | None = None,
-        joined: Tensor | None = None,
         sums: tuple[Tensor, Tensor] | None = None,
     ) -> Operands:
         """From all tensors that may have gradients, and `table` and `slots`; the sinks of rows are not among them."""
@@ -236,7 +233,7 @@ class Operands:
         if config.sinks and table is None:
             sink_k, sink_v = k[:, :, : config.sinks], v[:, :, : config.sinks]
         maps, (S, z) = FeatureMaps(q_weight, k_weight, q_bias, k_bias), sums or (None, None)
-        inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(base, table, slots, joined))
+        inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(base, table, slots))
         return cls(*inputs, sequences, config, scale, softcap)
 
     @cached_property

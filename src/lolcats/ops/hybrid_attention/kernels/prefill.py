@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.forward import forward
-from lolcats.ops.hybrid_attention.kernels.operands import STATE_CHUNK, Operands
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
 from lolcats.ops.hybrid_attention.params import HybridParams
@@ -29,9 +29,9 @@ class Tables:
     tokens; at the end padding, if there is some, or if `seen` does not tell how many there are of the first kind.
 
     Args:
-        position_N, page_N: int64, tokens that each sequence has seen, and where its state is written.
-        from_N: where its state is read. If that is another page than `page_N`, the next sequence is the rest of this
-            one, cut so that the state between is kept, too.
+        position_N: int64, tokens that each sequence has seen.
+        page_2N: int64, the pages where its state is read and written. If these differ, the next sequence is the rest
+            of this one, cut so that the state between is kept, too.
         cu_seqlens: borders, [N + 1].
         seen: the numbers in `position_N`, a tuple, or None.
 
@@ -41,21 +41,14 @@ class Tables:
         kept, seen: the tokens of places of rings and sinks; those of entries, and of the sinks behind them.
         segments: of the N sequences, and the padding after the last.
         base_N: int32, position of each sequence's first entry.
-        joined_N: see `Operands`.
         token_E, entry_T: the query of each entry, the entry of each token.
     """
 
     def __init__(
-        self,
-        config: AttentionConfig,
-        position_N: Tensor,
-        page_N: Tensor,
-        from_N: Tensor,
-        cu_seqlens: Tensor,
-        tokens: int,
-        seen: Any,
+        self, config: AttentionConfig, position_N: Tensor, page_2N: Tensor, cu_seqlens: Tensor, tokens: int, seen: Any
     ) -> None:
         count, capacity, device = len(position_N), config.capacity, position_N.device
+        from_N, page_N = page_2N
         border_N = cu_seqlens.long().clamp(0, tokens)
         self.length_N = border_N.diff()
         end_N, is_cut_N = position_N + self.length_N, from_N != page_N
@@ -70,14 +63,12 @@ class Tables:
         token_NC = torch.where(is_new_NC, border_N[:-1, None] + new_NC, without_N1)
         self.kept = Moves(*(x.flatten() for x in (token_NC, page_NC, place_NC, origin_NC)))
 
-        base_N = config.window_start(position_N - 1)
+        base_N, is_cut = config.window_start(position_N - 1), pad(is_cut_N, (0, 1))
         prior_N = position_N - base_N
         old = count * capacity if seen is None else sum(n - config.window_start(n - 1) for n in seen)
         first_N = border_N + pad(prior_N.cumsum(0), (1, 0))  # and the end of the last
-        self.segments = Segments.of_lengths(first_N, pad(prior_N + self.length_N, (0, 1)), tokens + old)
+        self.segments = Segments.of_lengths(first_N, pad(prior_N + self.length_N, (0, 1)), tokens + old, is_cut)
         self.base_N = base_N.int()
-        chunks_N = (prior_N + self.length_N + STATE_CHUNK - 1) // STATE_CHUNK
-        self.joined_N = torch.where(is_cut_N, -1, torch.where(is_cut_N.roll(1), chunks_N.roll(1), 0)).int()
         index_E = torch.arange(tokens + old, device=device)
         n_E = torch.searchsorted(first_N[1:], index_E, right=True).clamp_max(count - 1)
         offset_E = index_E - (first_N[:-1] + prior_N)[n_E]
@@ -105,8 +96,7 @@ def prefill(
     params: HybridParams,
     *,
     parts: dict[str, Tensor],
-    page_N: Tensor,
-    from_N: Tensor | None = None,
+    page_2N: Tensor,
     position_N: Tensor,
     cu_seqlens: Tensor,
     seen: tuple[int, ...] | None,
@@ -118,13 +108,11 @@ def prefill(
 
     Args:
         parts, y_THD, heads_G: see `paged_step`.
-        page_N, from_N, position_N, cu_seqlens, seen: see `Tables`; all pages written are different. `from_N`: None for
-            `page_N`.
+        page_2N, position_N, cu_seqlens, seen: see `Tables`; all pages that are written are different.
         shared: see `hybrid_attention`.
     """
-    from_N = page_N if from_N is None else from_N
-    tables = once(shared, Tables, config, position_N, page_N, from_N, cu_seqlens, len(q_THD), seen)
-    count, kv_heads, entries = len(page_N), k_TGD.shape[1], len(tables.token_E)
+    tables = once(shared, Tables, config, position_N, page_2N, cu_seqlens, len(q_THD), seen)
+    count, kv_heads, entries = len(position_N), k_TGD.shape[1], len(tables.token_E)
     if heads_G is not None:
         q_THD = q_THD.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2)
     q_EHD = q_THD if entries == len(q_THD) else q_THD.index_select(0, tables.token_E)
@@ -137,7 +125,7 @@ def prefill(
     sinks = memory[:, entries:, :, 0].unflatten(1, (count, -1)).transpose(2, 3) if config.sinks else (None, None)
     sums = None
     if config.feature_map is not None and (seen is None or any(seen)):
-        sums = parts["S"][from_N], parts["z"][from_N]
+        sums = parts["S"][page_2N[0]], parts["z"][page_2N[0]]
         for x in sums if seen is None or 0 in seen else ():
             x.masked_fill_((tables.start_N == 0).view(-1, *[1] * (x.dim() - 1)), 0)
     if not config.has_softmax:
@@ -145,12 +133,12 @@ def prefill(
     own = (None if x is None else x.contiguous() for x in (params.gamma, *params.tensors[1:]))
     settings: tuple[Any, ...] = config, params.scale_of(q), params.softcap
     tensors = q, k, v, *own, *sinks, *tables.segments
-    out, states = forward(Operands.of(tensors, *settings, sequences=count, base=tables.base_N, joined=tables.joined_N, sums=sums))
+    out, states = forward(Operands.of(tensors, *settings, sequences=count, base=tables.base_N, sums=sums))
 
     store_tokens(*new, *kept, tables.kept, **places)
     if states is not None and states.end_S is not None and states.end_z is not None:
-        parts["S"][page_N] = states.end_S
-        parts["z"][page_N] = states.end_z
+        parts["S"][page_2N[1]] = states.end_S
+        parts["z"][page_2N[1]] = states.end_z
     y = out.y[0].transpose(0, 1)
     y = y if entries == len(q_THD) else y.index_select(0, tables.entry_T)
     if heads_G is None:

@@ -134,17 +134,18 @@ def _kernel(
                     near += found
                 else:
                     writes = inside & (source >= -1)[:, None]
-                    tl.store(at + column, x.to(at.dtype.element_ty), mask=writes & (column < D))
-                    if PACKED:
-                        tl.store(at_factor, factor, mask=writes)
                     if moves.origin is not None:
                         origin = tl.load(moves.origin + row, mask=there, other=0)
                         moved = inside & ((source < -1) & (origin != slot))[:, None]
                         old = _address(cache[2 * part + i], origin, g, place - part * capacity)
-                        tl.store(at + column, tl.load(old + column, mask=moved & (column < D)), mask=moved & (column < D))
+                        x += tl.load(old + column, mask=moved & (column < D), other=0.0).to(tl.float32)
                         if PACKED:
                             old_factor = (old + D).to(tl.pointer_type(tl.float32), bitcast=True)
-                            tl.store(at_factor, tl.load(old_factor, mask=moved), mask=moved)
+                            factor = tl.where(moved, tl.load(old_factor, mask=moved, other=0.0), factor)
+                        writes |= moved
+                    tl.store(at + column, x.to(at.dtype.element_ty), mask=writes & (column < D))
+                    if PACKED:
+                        tl.store(at_factor, factor, mask=writes)
         if dense[0].x is not None:
             at = _address(dense[i], row, g, 0)
             tl.store(at + column, near.to(at.dtype.element_ty), mask=real)

@@ -152,7 +152,7 @@ class QueryTile(NamedTuple):
 def sequence(n, layout, tokens):
     """Where sequence n lies."""
     if layout.table is not None:
-        entry = layout.table + n * 4
+        entry = layout.table + n * 5
         first_token = tl.load(entry).to(tl.int64)
         return Place(n, n * 0, first_token, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3))
     else:

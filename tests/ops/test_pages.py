@@ -52,7 +52,7 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
         cut = tokens // 2 if inside else 0
         runs += [(cut, seen, page, inside)] * bool(inside) + [(tokens - cut, seen + cut, page, page)]
     begin, past = [0, *accumulate(run[0] for run in runs)], [run[1] for run in runs]
-    page_2B = torch.tensor([run[2:] for run in runs], device=DEVICE).int().T
+    page_2B = torch.tensor([run[2:] for run in runs], device=DEVICE).int().T.contiguous()
     position_B, begin_B = torch.tensor(past, device=DEVICE), torch.tensor(begin, device=DEVICE)
     batch = PagedBatch(begin, past, page_2B, position_B, begin_B, steps=steps)
     attend = partial(hybrid_attention, config=case.config, params=case.params, backend="chunked")

@@ -16,12 +16,6 @@ logger = logging.getLogger("vllm.lolcats")
 # A snapshot for prefix caching is a whole state, for Llama 3 8B as many bytes as a softmax model's 256 tokens. vLLM
 # would take one every 16 tokens, which costs more than it saves.
 SNAPSHOT_TOKENS = 1024
-# A prefix may end at multiples of it, if some heads or layers keep all keys. vLLM by itself lets it end where blocks of
-# keys and of states both do, and often has no state there.
-PREFIX_UNIT = 16
-# Tokens of a block of states then. A prompt that ends in the second block or later runs in one pass, which writes the
-# prefix's state into another block. In decoding vLLM copies a state at each border: for 128, 1 % of what steps read.
-STATE_TOKENS = 128
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
@@ -55,7 +49,7 @@ class LolcatsDefaults(VerifyAndUpdateConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from lolcats.vllm_plugin.layer import is_bounded  # registers an operator
+        from lolcats.vllm_plugin.layer import PREFIX_UNIT, is_bounded  # registers an operator
 
         refuse_unsupported(vllm_config)
         cache, config = vllm_config.cache_config, vllm_config.model_config.hf_config

@@ -30,8 +30,14 @@ from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.pages import StatePages, page_parts, paged_attention
 from lolcats.vllm_plugin.backend import steps_in_pages
-from lolcats.vllm_plugin.defaults import PREFIX_UNIT, STATE_TOKENS
 from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
+
+# A prefix may end at multiples of it, if some heads or layers keep all keys. vLLM by itself lets it end where blocks of
+# keys and of states both do, and often has no state there.
+PREFIX_UNIT = 16
+# Tokens of a block of states then. A prompt that ends in the second block or later runs in one pass, which writes the
+# prefix's state into another block. In decoding vLLM copies a state at each border: for 128, 1 % of what steps read.
+STATE_TOKENS = 128
 
 
 def heads_of_rank(layer: LayerHeads, rank: int, ranks: int) -> LayerHeads:

@@ -55,7 +55,7 @@ def test_single_tokens_in_pages_and_rings(folder, serve, monkeypatch) -> None:
     """As on a GPU: the kernel reads linear heads between exact ones where they stand, here in Triton's interpreter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     path, new = folder(**BOUNDED), 3
-    served = serve(path)
+    served = serve(path, max_num_batched_tokens=128)
     layers = [x for x in served.config.compilation_config.static_forward_context.values() if hasattr(x, "layout")]
     assert all(layer.steps_in_pages for layer in layers)
     expected = [transformers_answers(path, new)[i] for i in (0, 4)]
@@ -70,7 +70,8 @@ def test_a_prompt_is_one_pass_that_keeps_its_prefix(folder, serve, monkeypatch) 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(layer, "STATE_TOKENS", 32)
     path, new = folder(**EXACT_HEADS), 2
-    served, expected = serve(path, enable_prefix_caching=True), transformers_answers(path, new)[4:6]
+    served = serve(path, enable_prefix_caching=True, max_num_batched_tokens=128)
+    expected = transformers_answers(path, new)[4:6]
     scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
     schedule, passes = scheduler.schedule, []
 

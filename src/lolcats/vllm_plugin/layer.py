@@ -26,9 +26,9 @@ from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.cache_size import empty_state, native_window
 from lolcats.modeling.layer import HybridAttention
-from lolcats.ops import HybridParams, hybrid_attention
+from lolcats.ops import hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
-from lolcats.ops.hybrid_attention.pages import StatePages, page_parts, paged_attention
+from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, page_parts, paged_attention
 from lolcats.vllm_plugin.backend import steps_in_pages
 from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
 
@@ -192,7 +192,7 @@ class PagedHybridAttention(Page):
     """
 
     pages: StatePages | None
-    params: HybridParams | None
+    kernels: dict[str, Any] | None
     heads: Tensor | None  # the linear KV heads, where there are exact ones beside them
     exact_heads: Tensor
 
@@ -213,7 +213,7 @@ class PagedHybridAttention(Page):
             )
             for parameter in self.linear_attention.parameters():
                 parameter.weight_loader = self._load  # how vLLM finds it
-        self.params = None
+        self.kernels = None
         self.steps_in_pages = own.is_softmax or self.linear_attention.has_step_kernel(dtype)
         self.exact = ExactHeads(softmax, own.exact if self.ring is None else ())
         linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
@@ -242,23 +242,19 @@ class PagedHybridAttention(Page):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Write the output of linear and bounded heads for the tokens of the current forward pass."""
         metadata = get_forward_context().attn_metadata
-        if metadata is None:  # vLLM measures memory
+        q_NHD, k_NGD, v_NGD, y_NHD = tensors = [
+            x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value, output)
+        ]
+        if metadata is None:  # vLLM measures memory, or captures what lies between these layers
+            if self.linear_attention is not None and self.kernels is None:
+                self._try_prompts(*tensors)
             output.zero_()
             return
-        q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value, output))
         batch = metadata[self.prefix]
         if self.linear_attention is not None:
             if self.pages is None:
                 self.pages = StatePages(self.parts, self.kv_cache[0])
-            own = {"config": self.linear_attention.config, "params": self._params()}
-            packed = self.linear_attention.config.cache_bits == 8
-            how: Any = {"attend": partial(hybrid_attention, packed=packed, **own)}
-            if self.steps_in_pages:
-                from lolcats.ops.hybrid_attention.kernels.decode import paged_step  # imports Triton
-                from lolcats.ops.hybrid_attention.kernels.prefill import prefill
-
-                how |= {"step": partial(paged_step, **own), "prefill": partial(prefill, **own)}
-            paged_attention(q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, heads_G=self.heads, **how)
+            paged_attention(q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, heads_G=self.heads, **self._kernels())
         if self.ring is not None:
             holders: list[Any] = [self, *self.more_pages]
             pages = [(page.kv_cache[0], metadata[page.prefix].page_B) for page in holders]
@@ -267,13 +263,32 @@ class PagedHybridAttention(Page):
                 settings["sink_logits"] = self.impl.sinks.unflatten(0, (k_NGD.shape[1], -1))[self.exact_heads].flatten()
             ring_attention(self.ring, q_NHD, k_NGD, v_NGD, pages, batch, y_NHD, self.exact_heads, **settings)
 
+    def _try_prompts(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, y_NHD: Tensor) -> None:
+        """Prompts and the rest of one, in a page of scratch: kernels are compiled before the first request comes."""
+        nbytes = -(-self.page_shape[0][0] // 4096) * 4096  # as aligned as vLLM's
+        pages = StatePages(self.parts, q_NHD.new_zeros((1, nbytes), dtype=torch.uint8))
+        page_2B = torch.zeros(2, 1, dtype=torch.int32, device=q_NHD.device)
+        few = min(len(q_NHD), 16)
+        for tokens, seen in ((len(q_NHD), 0), (few, 0), (few, 2048)):
+            begin_B, position_B = page_2B.new_tensor([0, tokens]), page_2B.new_tensor([seen], dtype=torch.int64)
+            batch = PagedBatch([0, tokens], [seen], page_2B, position_B, begin_B, steps=0)
+            paged_attention(q_NHD, k_NGD, v_NGD, pages, batch, y_NHD, heads_G=self.heads, **self._kernels())
+
     @torch.no_grad()
-    def _params(self) -> HybridParams:
-        """Made at the first call, when weights are loaded: they do not change any more."""
-        if self.params is None:
+    def _kernels(self) -> dict[str, Any]:
+        """For `paged_attention`. Made at the first call, when weights are loaded: they do not change any more."""
+        if self.kernels is None:
             sinks = self.linear_attention.heads.take_linear(self.impl.sinks, 0) if self.has_sink else None
-            self.params = self.linear_attention.params(sinks, self.impl.scale, self.impl.logits_soft_cap or None)
-        return self.params
+            params = self.linear_attention.params(sinks, self.impl.scale, self.impl.logits_soft_cap or None)
+            config = self.linear_attention.config
+            own: Any = {"config": config, "params": params}
+            self.kernels = {"attend": partial(hybrid_attention, packed=config.cache_bits == 8, **own)}
+            if self.steps_in_pages:
+                from lolcats.ops.hybrid_attention.kernels.decode import paged_step  # imports Triton
+                from lolcats.ops.hybrid_attention.kernels.prefill import prefill
+
+                self.kernels |= {"step": partial(paged_step, **own), "prefill": partial(prefill, **own)}
+        return self.kernels
 
     @property
     def kv_cache(self) -> Any:

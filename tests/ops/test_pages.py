@@ -18,7 +18,8 @@ def pages_of(case: Case, count: int, **options) -> StatePages:
     """Pages of bytes that are NaN in every floating type, with some between them."""
     parts = page_parts(initial_state(case.config, case.params, case.k, **options))
     size = sum(x.nbytes for x in parts.values()) + 48
-    return StatePages(parts, torch.full((count, size), 0xFF, dtype=torch.uint8, device=DEVICE))
+    memory = torch.full((case.k.shape[1], count, size), 0xFF, dtype=torch.uint8, device=DEVICE)
+    return StatePages(parts, memory.transpose(0, 1))
 
 
 @torch.no_grad()

@@ -44,8 +44,8 @@ def test_window_in_bytes(folder, serve) -> None:
     tokens = window_in_budget(config, config.attention, torch.float32)
     layers = layers_of(served)
     assert [layer.ring and layer.ring.window for layer in layers] == [None, tokens, None]
-    pages = [page for layer in layers for page in (layer, *layer.more_pages)]
-    assert 130 << 10 < sum(page.page_shape[0][0] for page in pages) < 154 << 10
+    pages = [page for layer in layers for page in layer.pages]
+    assert 130 << 10 < sum(page.size for page in pages) < 154 << 10
     assert tokens + WINDOW["sinks"] < len(PROMPTS[-1])
     expected = transformers_answers(folder(**HEADS, attention=kept | {"exact_window": tokens}))
     for _ in range(2):

@@ -58,9 +58,9 @@ def test_no_parallelism_over_tokens() -> None:
 
 
 def test_no_more_sequences_than_states_fit(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("lolcats.vllm_plugin.layer.page_shape", lambda *_: ((16 << 20,),))
+    monkeypatch.setattr(defaults, "block_bytes", lambda *_: 32 << 20)
     monkeypatch.setattr(defaults, "current_platform", SimpleNamespace(get_device_total_memory=lambda: 1 << 30))
-    model = SimpleNamespace(hf_config=SimpleNamespace(layer_heads=[None] * 2), model=tmp_path, dtype=None)
+    model = SimpleNamespace(hf_config=None, model=tmp_path, dtype=None)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(300 << 20)
     rest = SimpleNamespace(max_num_seqs=1024, gpu_memory_utilization=0.9, tensor_parallel_size=1)

@@ -11,6 +11,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
 from lolcats.modeling.cache_size import native_window, window_in_budget
+from lolcats.vllm_plugin.pages import block_bytes, is_bounded
 
 logger = logging.getLogger("vllm.lolcats")
 # A snapshot for prefix caching is a whole state, for Llama 3 8B as many bytes as a softmax model's 256 tokens. vLLM
@@ -26,16 +27,14 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 
 def lower_sequences(vllm_config: VllmConfig) -> None:
-    """Bounds `max_num_seqs` by the states that surely fit beside the weights: with fewer vLLM does not start."""
-    from lolcats.vllm_plugin.layer import page_shape  # registers an operator
-
+    """Bounds `max_num_seqs` by the blocks that surely fit beside the weights: with fewer vLLM does not start."""
     scheduler, cache, model = vllm_config.scheduler_config, vllm_config.cache_config, vllm_config.model_config
     config, ranks = model.hf_config, vllm_config.parallel_config.tensor_parallel_size
     weights = sum(path.stat().st_size for path in Path(model.model).glob("*.safetensors"))
     memory = 0.9 * cache.gpu_memory_utilization * current_platform.get_device_total_memory() - weights / ranks
-    state = 1.05 * len(config.layer_heads) * page_shape(config, model.dtype, ranks)[0][0]  # vLLM pads pages
-    if scheduler.max_num_seqs > (fits := max(int(memory / state), 1)):
-        logger.warning("max_num_seqs=%d, not %d: a state has %d MiB", fits, scheduler.max_num_seqs, state / 2**20)
+    block = 1.05 * block_bytes(config, model.dtype, ranks)  # vLLM pads pages
+    if scheduler.max_num_seqs > (fits := max(int(memory / block), 1)):
+        logger.warning("max_num_seqs=%d, not %d: a block has %d MiB", fits, scheduler.max_num_seqs, block / 2**20)
         scheduler.max_num_seqs = fits
 
 
@@ -49,7 +48,7 @@ class LolcatsDefaults(VerifyAndUpdateConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from lolcats.vllm_plugin.layer import PREFIX_UNIT, is_bounded  # registers an operator
+        from lolcats.vllm_plugin.layer import PREFIX_UNIT  # registers an operator
 
         refuse_unsupported(vllm_config)
         cache, config = vllm_config.cache_config, vllm_config.model_config.hf_config

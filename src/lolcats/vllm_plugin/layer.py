@@ -1,6 +1,6 @@
-"""One attention layer as vLLM sees it: a layer with a state of fixed size, and one for each exact head.
+"""One attention layer as vLLM sees it: layers with a state of fixed size, pages, and one layer for each exact head.
 
-What exact heads with a window keep has a fixed size too, and lies behind the state instead.
+What exact heads with a window keep has a fixed size too, and lies in pages behind those of the states instead.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
-from lolcats.modeling.cache_size import empty_state, native_window
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import hybrid_attention
-from lolcats.ops.eight_bits import FACTOR_BYTES
-from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, page_parts, paged_attention
+from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, paged_attention
 from lolcats.vllm_plugin.backend import steps_in_pages
-from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
+from lolcats.vllm_plugin.pages import (
+    heads_of_rank,
+    is_bounded,
+    layer_pages,
+    model_pages,
+    pages_in_block,
+    ring_of,
+    state_parts,
+    states_of,
+)
+from lolcats.vllm_plugin.rings import ring_attention
 
 # A prefix may end at multiples of it, if some heads or layers keep all keys. vLLM by itself lets it end where blocks of
 # keys and of states both do, and often has no state there.
@@ -38,52 +46,6 @@ PREFIX_UNIT = 16
 # Tokens of a block of states then. A prompt that ends in the second block or later runs in one pass, which writes the
 # prefix's state into another block. In decoding vLLM copies a state at each border: for 128, 1 % of what steps read.
 STATE_TOKENS = 128
-
-
-def heads_of_rank(layer: LayerHeads, rank: int, ranks: int) -> LayerHeads:
-    """The heads of a layer that one rank has. vLLM gives each rank neighbours; KV heads fewer than ranks are shared."""
-    kv_heads, first = max(layer.num_kv_heads // ranks, 1), rank * layer.num_kv_heads // ranks
-    exact = tuple(head - first for head in layer.exact if first <= head < first + kv_heads)
-    return replace(layer, num_heads=layer.num_heads // ranks, num_kv_heads=kv_heads, exact=exact)
-
-
-def state_parts(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of the linear heads of a rank's `layer`; `dtype` is that of the model."""
-    return {} if layer.is_softmax else page_parts(empty_state(layer, config.attention, dtype))
-
-
-def state_bytes(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> int:
-    return sum(part.nbytes for part in state_parts(config, layer, dtype).values())
-
-
-def is_bounded(config: LolcatsConfig, layer: LayerHeads) -> bool:
-    """Whether exact heads of a layer keep to `exact_window`, which native windows take the place of."""
-    has_window = config.attention.exact_tokens is not None and native_window(config, layer) is None
-    return has_window and bool(layer.exact)
-
-
-def ring_of(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> Ring | None:
-    """What the bounded exact heads of a rank's `layer` keep; None: it has none."""
-    if not is_bounded(config, layer):
-        return None
-    attention = config.attention
-    packed = attention.cache_bits == 8
-    return Ring(
-        state_bytes=state_bytes(config, layer, dtype),
-        window=attention.exact_tokens or 0,
-        sinks=attention.sinks,
-        kv_heads=len(layer.exact),
-        columns=layer.head_dim + FACTOR_BYTES * packed,
-        dtype=torch.int8 if packed else dtype,
-    )
-
-
-def page_shape(config: LolcatsConfig, dtype: torch.dtype, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """A page of bytes. vLLM's pool has pages of one size, so a layer with fewer linear heads leaves some unused."""
-    owned = [heads_of_rank(layer, rank, ranks) for layer in config.layer_heads for rank in range(ranks)]
-    rings = [ring for layer in owned if (ring := ring_of(config, layer, dtype)) is not None]
-    plain = [layer for layer in owned if not layer.is_softmax and not is_bounded(config, layer)]
-    return ((page_bytes([state_bytes(config, layer, dtype) for layer in plain], rings),),)
 
 
 @cache
@@ -151,23 +113,33 @@ class ExactHeads(nn.ModuleList):
 
 
 class Page(nn.Module, MambaBase):
-    """To vLLM a layer with a state of fixed size, one page for each sequence."""
+    """To vLLM a layer with a state of fixed size, one page for each sequence.
 
-    def __init__(self, prefix: str, shape: tuple[tuple[int, ...], ...]) -> None:
+    Args:
+        size: of a page in bytes, without padding.
+        in_block: how many vLLM made a block of its attention as large as, see `pages_in_block`.
+    """
+
+    def __init__(self, prefix: str, size: int, in_block: int) -> None:
         super().__init__()
-        self.prefix, self.page_shape = prefix, shape
-        self.kv_cache: Any = (torch.empty(0),)
+        self.prefix, self.size, self.in_block = prefix, size, in_block
+        self.kv_cache = (torch.empty(0),)
 
-    def register(self) -> None:
-        """Have vLLM reserve memory for it."""
-        get_current_vllm_config().compilation_config.static_forward_context[self.prefix] = self
+    @property
+    def kv_cache(self) -> Any:
+        """A sequence with the memory of all pages. vLLM sets it, for a time also to memory that it frees again."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, memory: Any) -> None:
+        self._kv_cache, self.views = memory, None
 
     @property
     def mamba_type(self) -> Any:
         return MambaAttentionBackendEnum["LOLCATS"]  # see `register`
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return self.page_shape
+        return ((self.size,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
@@ -182,30 +154,33 @@ class Page(nn.Module, MambaBase):
             cache.mamba_block_size = min(cache.mamba_block_size, STATE_TOKENS)
         spec: Any = super().get_kv_cache_spec(vllm_config)
         inner = {"num_prefill_checkpoint_blocks": int(inside), "prefill_checkpoint_alignment": 1}
-        return replace(spec, shapes=((spec.page_size_bytes,),), **inner)
+        size = self.size if spec.page_size_padded is None else spec.page_size_padded // self.in_block
+        return replace(spec, shapes=((size,),), page_size_padded=None, **inner)
 
 
-class PagedHybridAttention(Page):
+class PagedHybridAttention(nn.Module):
     """Takes the place of vLLM's `Attention` in a layer: after projections, norms and rotary embedding.
 
     Under tensor parallelism it holds the feature maps, window factors and states of its rank's heads.
     """
 
-    pages: StatePages | None
     kernels: dict[str, Any] | None
     heads: Tensor | None  # the linear KV heads, where there are exact ones beside them
     exact_heads: Tensor
 
     def __init__(self, config: LolcatsConfig, layer: LayerHeads, softmax: Attention) -> None:
-        dtype, ranks = get_current_vllm_config().model_config.dtype, get_tensor_model_parallel_world_size()
-        super().__init__(softmax.layer_name, page_shape(config, dtype, ranks))
-        self.has_sink = softmax.has_sink
+        vllm_config, ranks = get_current_vllm_config(), get_tensor_model_parallel_world_size()
+        dtype, in_block = vllm_config.model_config.dtype, pages_in_block(vllm_config)
+        size, _ = model_pages(config, dtype, ranks)
+        super().__init__()
+        self.prefix, self.has_sink = softmax.layer_name, softmax.has_sink
         self.impl = softmax.impl  # its scale, softcap and sinks, whose weights are loaded later
         self.layer, own = layer, heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
         self.parts, self.head_dim = state_parts(config, own, dtype), own.head_dim
         self.ring = ring_of(config, own, dtype)
-        pages = 1 if self.ring is None else self.ring.pages(self.page_shape[0][0])
-        self.more_pages = nn.ModuleList(Page(f"{self.prefix}.page_{i}", self.page_shape) for i in range(1, pages))
+        self.state_pages, self.state_bytes = states_of(config, own, dtype)
+        names = [f"{self.prefix}.page_{i}" for i in range(layer_pages(config, own, dtype, size))]
+        self.pages: Any = nn.ModuleList(Page(name, size, in_block) for name in names)
         self.linear_attention: Any = None
         if not own.is_softmax:
             self.linear_attention = HybridAttention(
@@ -220,8 +195,8 @@ class PagedHybridAttention(Page):
         self.register_buffer("heads", linear, persistent=False)
         self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
         # After the exact heads: in the other order vLLM's prefix cache gave wrong answers in smaller units.
-        for page in (self, *self.more_pages):
-            page.register()
+        context = vllm_config.compilation_config.static_forward_context
+        context |= {self.prefix: self, **dict(zip(names, self.pages, strict=True))}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""
@@ -250,23 +225,37 @@ class PagedHybridAttention(Page):
                 self._try_prompts(*tensors)
             output.zero_()
             return
-        batch = metadata[self.prefix]
+        first = self.pages[0]
+        batch = metadata[first.prefix]
+        if first.views is None:
+            first.views = self._find_pages()
+        states, rings = first.views
         if self.linear_attention is not None:
-            if self.pages is None:
-                self.pages = StatePages(self.parts, self.kv_cache[0])
-            paged_attention(q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, heads_G=self.heads, **self._kernels())
+            paged_attention(q_NHD, k_NGD, v_NGD, states, batch, y_NHD, heads_G=self.heads, **self._kernels())
         if self.ring is not None:
-            holders: list[Any] = [self, *self.more_pages]
-            pages = [(page.kv_cache[0], metadata[page.prefix].page_B) for page in holders]
             settings: dict[str, Any] = {"scale": self.impl.scale, "softcap": self.impl.logits_soft_cap or None}
             if self.has_sink:
                 settings["sink_logits"] = self.impl.sinks.unflatten(0, (k_NGD.shape[1], -1))[self.exact_heads].flatten()
-            ring_attention(self.ring, q_NHD, k_NGD, v_NGD, pages, batch, y_NHD, self.exact_heads, **settings)
+            ring_attention(self.ring, q_NHD, k_NGD, v_NGD, rings, batch, y_NHD, self.exact_heads, **settings)
+
+    def _find_pages(self) -> tuple[StatePages, Tensor]:
+        """States, and the memory of rings: as neighbours in a group of vLLM's, pages of all sequences are equally far
+        from one another.
+        """
+        pages = [page.kv_cache[0] for page in self.pages]
+        apart = pages[-1].storage_offset() - pages[0].storage_offset()
+        strides = pages[0].stride(0), apart // max(len(pages) - 1, 1), 1
+        memory_NPC = pages[0].as_strided((len(pages[0]), len(pages), pages[0].shape[1]), strides)
+        states = memory_NPC[:, : self.state_pages, : self.state_bytes]
+        if self.state_pages == 1:  # maybe of several heads
+            states = states[:, 0].unflatten(1, (len(self.linear_attention.heads.linear), -1))
+        return StatePages(self.parts, states), memory_NPC[:, self.state_pages :]
 
     def _try_prompts(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, y_NHD: Tensor) -> None:
         """Prompts and the rest of one, in a page of scratch: kernels are compiled before the first request comes."""
-        nbytes = -(-self.page_shape[0][0] // 4096) * 4096  # as aligned as vLLM's
-        pages = StatePages(self.parts, q_NHD.new_zeros((1, nbytes), dtype=torch.uint8))
+        nbytes = -(-self.pages[0].size // 4096) * 4096  # as aligned as vLLM's
+        heads = len(self.linear_attention.heads.linear)
+        pages = StatePages(self.parts, q_NHD.new_zeros((heads, 1, nbytes), dtype=torch.uint8).transpose(0, 1))
         page_2B = torch.zeros(2, 1, dtype=torch.int32, device=q_NHD.device)
         few = min(len(q_NHD), 16)
         for tokens, seen in ((len(q_NHD), 0), (few, 0), (few, 2048)):
@@ -289,15 +278,6 @@ class PagedHybridAttention(Page):
 
                 self.kernels |= {"step": partial(paged_step, **own), "prefill": partial(prefill, **own)}
         return self.kernels
-
-    @property
-    def kv_cache(self) -> Any:
-        """A sequence with the memory of all pages. vLLM sets it, for a time also to memory that it frees again."""
-        return self._kv_cache
-
-    @kv_cache.setter
-    def kv_cache(self, memory: Any) -> None:
-        self._kv_cache, self.pages = memory, None
 
 
 def _lolcats_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str) -> None:

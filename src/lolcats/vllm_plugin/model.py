@@ -14,30 +14,32 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
-from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
+from vllm.model_executor.models.interfaces import (
+    HasInnerState,
+    IsHybrid,
+    SupportsKVCacheGrouping,
+    SupportsMambaPrefixCaching,
+)
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     extract_layer_index,
     init_vllm_registered_model,
     maybe_prefix,
 )
+from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.cache_size import native_window
-from lolcats.vllm_plugin.layer import (
-    ExactHeads,
-    PagedHybridAttention,
-    heads_of_rank,
-    is_bounded,
-    page_shape,
-)
+from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention
+from lolcats.vllm_plugin.pages import group_pages, heads_of_rank, is_bounded, model_pages, pages_in_block
 
 logger = logging.getLogger("vllm.lolcats")
 ELSEWHERE = "`lolcats serve` serves every linearized model"
 
 
-class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsKVCacheGrouping, SupportsMambaPrefixCaching):
     """The base model in `model`, as in the folder's own transformers class, so that the names of weights agree.
 
     To vLLM every linearized model is a hybrid of layers with states and layers with keys and values, also when none
@@ -110,14 +112,32 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """One page of bytes."""
+        """Bytes of the pages that are as large as a block of attention."""
         model_config = vllm_config.model_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        return page_shape(model_config.hf_config, model_config.dtype, ranks)
+        size, _ = model_pages(model_config.hf_config, model_config.dtype, ranks)
+        return ((pages_in_block(vllm_config) * size,),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
+
+    @classmethod
+    def get_kv_cache_groups(
+        cls, vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
+    ) -> list[KVCacheGroupSpec]:
+        """vLLM's, but with all pages of a layer side by side in one group, where one table says where they are."""
+        groups = get_kv_cache_groups(vllm_config, kv_cache_spec)
+        others = [group for group in groups if not isinstance(group.kv_cache_spec, MambaSpec)]
+        if not 0 < len(others) < len(groups):  # one group of all
+            return groups
+        states = next(group.kv_cache_spec for group in groups if group not in others)
+        pages: dict[str, list[str]] = {}
+        for name, spec in kv_cache_spec.items():
+            if isinstance(spec, MambaSpec):
+                pages.setdefault(name.rpartition(".page_")[0], []).append(name)
+        found = group_pages([*pages.values()], max(len(group.layer_names) for group in others), len(others))
+        return [*others, *(KVCacheGroupSpec(names, states) for names in found)]
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:

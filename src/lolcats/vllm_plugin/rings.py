@@ -1,15 +1,14 @@
 """Exact heads with a window (`exact_window`): what a sequence keeps of them has a fixed size, and lies in pages.
 
-A ring has a slot for each of the first `sinks` tokens and for each of the last `window`. A layer's ring begins behind
-the state of its linear heads and goes on in pages of its own, as pages all have one size. Each page's part of it is
-[2, G, slots, C]: keys and values, C = D in the model's type or D + 4 bytes, packed as `lolcats.ops.eight_bits` says.
+A head's ring has a slot for each of the first `sinks` tokens and for each of the last `window`, in as many pages as it
+needs. Each page has [2, slots, C]: keys and values, C = D in the model's type or D + 4 bytes, packed as
+`lolcats.ops.eight_bits` says.
 The order is that of `ExactCacheLayer`, which cannot be used itself: a row of its memory is one tensor, here it is in
 several pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,17 +30,14 @@ SCRATCH_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Ring:
-    """What the bounded exact heads of one layer keep of a sequence.
+    """What a bounded exact head keeps of a sequence.
 
     Attributes:
-        state_bytes: of the layer's linear heads, which come first in its page.
-        kv_heads, columns, dtype: G and C above, and the type they are kept in.
+        columns, dtype: C above, and the type they are kept in.
     """
 
-    state_bytes: int
     window: int
     sinks: int
-    kv_heads: int
     columns: int
     dtype: torch.dtype
 
@@ -51,64 +47,35 @@ class Ring:
 
     @property
     def slot_bytes(self) -> int:
-        return 2 * self.kv_heads * self.columns * self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.state_bytes + self.slots * self.slot_bytes
+        return 2 * self.columns * self.dtype.itemsize
 
     def pages(self, page_bytes: int) -> int:
-        """How many pages the layer needs."""
-        left = self.slots - (page_bytes - self.state_bytes) // self.slot_bytes
-        return 1 + max(-(-left // (page_bytes // self.slot_bytes)), 0)
-
-
-def page_bytes(states: Sequence[int], rings: Sequence[Ring]) -> int:
-    """The size of pages with which a sequence needs least memory, where all layers' are equally large."""
-    least = max([*states, *(max(ring.state_bytes, ring.slot_bytes) for ring in rings)])
-    # Pages that some layer fills with all that it keeps, with half of it, ..., rounded up to multiples of 16 bytes.
-    parts = [(ring, count) for ring in rings for count in range(1, 1 + ring.pages(least))]
-    fitting = {-(-(ring.nbytes // count + ring.slot_bytes) // 16) * 16 for ring, count in parts}
-    sizes = [least, *sorted(size for size in fitting if size > least)]
-    return min(sizes, key=lambda size: size * (len(states) + sum(ring.pages(size) for ring in rings)))
+        """How many pages it needs."""
+        return -(-self.slots // (page_bytes // self.slot_bytes))
 
 
 class RingPages:
-    """The rings of a batch's sequences in one layer.
+    """The rings of a batch's sequences in one layer, of which each has its pages at one place.
 
     Args:
-        pages: in their order, memory of all pages [N, bytes] uint8, and the page of each sequence [B], negative where
-            it has none.
+        memory_NPC: [places, heads * pages of each, bytes] uint8.
+        page_B: the place of each sequence, negative where it has none.
     """
 
-    def __init__(self, ring: Ring, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.parts = []
-        begin = ring.state_bytes
-        for memory_NC, page_B in pages:
-            slots = (memory_NC.shape[1] - begin) // ring.slot_bytes
-            part = memory_NC[:, begin : begin + slots * ring.slot_bytes].view(ring.dtype)
-            if slots:
-                shape = (2, ring.kv_heads, slots, ring.columns)
-                self.parts.append((part.unflatten(1, shape), page_B.clamp_min(NO_PAGE).long()))
-            begin = 0
+    def __init__(self, ring: Ring, memory_NPC: Tensor, page_B: Tensor) -> None:
+        self.slots = memory_NPC.shape[2] // ring.slot_bytes  # of a page
+        parts = memory_NPC[:, :, : self.slots * ring.slot_bytes].view(ring.dtype)
+        self.parts = parts.unflatten(2, (2, self.slots, -1)).unflatten(1, (-1, ring.pages(memory_NPC.shape[2])))
+        self.page_B = page_B.clamp_min(NO_PAGE).long()
 
-    def read(self, rows: slice, slots: int) -> tuple[Tensor, Tensor]:
+    def read(self, rows: slice, slots: int) -> list[Tensor]:
         """Copies of keys and values [B, G, slots, C] in the first slots."""
-        found = []
-        for part, page_B in self.parts:
-            found.append(part[:, :, :, :slots][page_B[rows]])
-            slots -= found[-1].shape[3]
-        keys, values = (found[0] if len(found) == 1 else torch.cat(found, 3)).unbind(1)
-        return keys, values
+        there = self.parts[:, :, : -(-slots // self.slots), :, :slots]
+        return [there[:, :, :, i][self.page_B[rows]].flatten(2, 3)[:, :, :slots] for i in (0, 1)]
 
-    def write(self, rows: slice, slot_T: Tensor, new_T2GC: Tensor) -> None:
+    def write(self, rows: slice, slot_T: Tensor, new_TG2C: Tensor) -> None:
         """Put a token into a slot of each of some sequences, or several into different slots of one."""
-        for part, page_B in self.parts:
-            slots = part.shape[3]
-            inside_T = (slot_T >= 0) & (slot_T < slots)
-            page_T = torch.where(inside_T, page_B[rows], NO_PAGE)
-            part[page_T, :, :, slot_T.clamp(0, slots - 1)] = new_T2GC
-            slot_T = slot_T - slots
+        self.parts[self.page_B[rows], :, slot_T // self.slots, :, slot_T % self.slots] = new_TG2C
 
 
 def ring_attention(
@@ -116,7 +83,7 @@ def ring_attention(
     q_NHD: Tensor,
     k_NGD: Tensor,
     v_NGD: Tensor,
-    pages: Sequence[tuple[Tensor, Tensor]],
+    memory_NPC: Tensor,
     batch: PagedBatch,
     y_NHD: Tensor,
     heads_G: Tensor,
@@ -129,26 +96,26 @@ def ring_attention(
 
     Args:
         q_NHD, k_NGD, v_NGD, batch, y_NHD: as in `paged_attention`.
-        pages: see `RingPages`; those of the batch are written.
+        memory_NPC: see `RingPages`; the pages of the batch are written.
         heads_G: int64, the KV heads that the rings belong to; others are not read or written.
         sink_logits: of the query heads of `heads_G`.
     """
-    rings = RingPages(ring, pages)
+    rings = RingPages(ring, memory_NPC, batch.page_B)
     settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
     kv_heads = k_NGD.shape[1]
     q, k, v = (x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in (q_NHD, k_NGD, v_NGD))
     if ring.dtype == torch.int8:
         k, v = pack(k), pack(v)
-    new_N2GC = torch.stack([k, v], 1)
+    new_NG2C = torch.stack([k, v], 2)
 
     def put(tokens: slice, y: Tensor) -> None:
         y_NHD[tokens].unflatten(1, (kv_heads, -1)).index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))
 
-    at_once = max(SCRATCH_BYTES // (ring.slots * ring.slot_bytes), 1)
+    at_once = max(SCRATCH_BYTES // (ring.slots * ring.slot_bytes * len(heads_G)), 1)
     for first in range(0, batch.singles, at_once):
         rows = slice(first, min(first + at_once, batch.singles))
         position_B = batch.position_B[rows]
-        rings.write(rows, place_of(position_B, ring.window, ring.sinks), new_N2GC[rows])
+        rings.write(rows, place_of(position_B, ring.window, ring.sinks), new_NG2C[rows])
         used = ring.slots if batch.steps else min(max(batch.seen[rows]) + 1, ring.slots)
         keys, values = rings.read(rows, used)
         length_B = (position_B + 1).clamp_max(ring.slots)
@@ -172,7 +139,7 @@ def ring_attention(
             reach["position"] = torch.cat([old, position[None]], 1)
         y_1HTD = softmax_attention(q[tokens].transpose(0, 1)[None], keys, values, **reach, **settings)
         put(tokens, y_1HTD[0].transpose(0, 1))
-        slot, new = place_of(position, ring.window, ring.sinks), new_N2GC[tokens]
+        slot, new = place_of(position, ring.window, ring.sinks), new_NG2C[tokens]
         late = max(len(slot) - ring.window, 0)
         for kept in (slice(max(min(ring.sinks - seen, late), 0)), slice(late, None)):
             rings.write(rows, slot[kept], new[kept])

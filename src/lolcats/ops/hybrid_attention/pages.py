@@ -1,11 +1,11 @@
 """States in fixed-size pages of bytes, for servers that hand out memory in pages.
 
-A page holds one sequence's state in one layer. Its parts follow one another without gaps, widest type first:
+A page holds one sequence's state of one key/value head. Its parts follow one another without gaps, widest type first:
 
-    S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`
+    S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`; S of this head
     z                [S, F] float32
-    k, v             [G, C, D] each       the ring of the window, in the keys' type or packed, [G, C, D + 4] int8
-    sink_k, sink_v   [G, sinks, D] each
+    k, v             [1, C, D] each       the ring of the window, in the keys' type or packed, [1, C, D + 4] int8
+    sink_k, sink_v   [1, sinks, D] each
 
 The number of tokens that a sequence has seen is not in its page: the scheduler knows it. What a page holds before
 a sequence's first token is never read.
@@ -23,29 +23,33 @@ from lolcats.ops.hybrid_attention.state import HybridState
 
 
 def page_parts(state: HybridState) -> dict[str, Tensor]:
-    """The parts of a page, in order, as the state of one sequence has them, also one on "meta"."""
-    return {name: x[0] for name, x in state._asdict().items() if name != "position"}
+    """The parts of a page, in order, as the state of a sequence has them for its first head, also one on "meta"."""
+    heads = state.k.shape[1]
+    return {name: x[0, : x.shape[1] // heads] for name, x in state._asdict().items() if name != "position"}
 
 
 class StatePages:
-    """The pages of one layer.
+    """The pages of one layer: a sequence has one for each head, all at the same place.
 
     Args:
         parts: what each page holds, see `page_parts`.
-        pages_NC: [pages, bytes] uint8 or int8, with room for the parts; it is not copied.
+        pages_NGC: [places, heads, bytes] uint8 or int8, with room for the parts; it is not copied.
+
+    Attributes:
+        views: of each part [places, heads, ...].
     """
 
-    def __init__(self, parts: dict[str, Tensor], pages_NC: Tensor) -> None:
-        self.memory, begin = pages_NC, 0
+    def __init__(self, parts: dict[str, Tensor], pages_NGC: Tensor) -> None:
+        self.memory, begin = pages_NGC, 0
         self.views: dict[str, Tensor] = {}
         for name, part in parts.items():
             end = begin + part.nbytes
-            self.views[name] = pages_NC[:, begin:end].view(part.dtype).unflatten(1, part.shape)
+            self.views[name] = pages_NGC[:, :, begin:end].view(part.dtype).unflatten(2, part.shape)
             begin = end
 
     def load(self, page_B: Tensor, position_B: Tensor) -> HybridState:
         """Copies of the states in the given pages, after `position_B` tokens each (int64); of 0 tokens empty ones."""
-        found = {name: view[page_B] for name, view in self.views.items()}
+        found = {name: view[page_B].flatten(1, 2) for name, view in self.views.items()}
         for x in found.values():
             x.masked_fill_((position_B == 0).view(-1, *[1] * (x.dim() - 1)), 0)
         return HybridState(**found, position=position_B.clone())
@@ -53,7 +57,7 @@ class StatePages:
     def store(self, page_B: Tensor, state: HybridState) -> None:
         """Put states into the given pages, which are all different."""
         for name, view in self.views.items():
-            view[page_B] = getattr(state, name)
+            view[page_B] = getattr(state, name).unflatten(1, view.shape[1:3])
 
 
 class PagedBatch:

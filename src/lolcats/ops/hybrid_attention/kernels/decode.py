@@ -86,8 +86,8 @@ _FEW_FOLD_ROWS = tl.constexpr(16)
 _SEQUENCES = tl.constexpr(1024)
 
 
-class RowStrides(NamedTuple):
-    """Entries from one sequence's state to the next, in S, z, the ring and the sinks."""
+class Strides(NamedTuple):
+    """Entries in S, z, the ring and the sinks from one sequence, or key/value head, to the next."""
 
     S: int
     z: int
@@ -105,7 +105,8 @@ class Places(NamedTuple):
     page: Any
     heads: Any
     state: HybridState
-    strides: RowStrides
+    strides: Strides
+    head_strides: Strides
 
 
 @torch.compiler.disable
@@ -144,7 +145,7 @@ def paged_step(
     """One token of each sequence, whose states are read and written where they lie. Nothing waits for the device.
 
     Args:
-        parts: the fields of `HybridState` but the position, each [pages, ...], dense in all axes but the first.
+        parts: the views of `pages.StatePages`, dense in all axes but the first two.
         page_B: each sequence's place in `parts`, int32; sequences with a negative one do not exist.
         position_B: int64, tokens that each sequence has seen. At 0 what its page holds is not used. It is not changed.
         y_BH1D: is written, and is anything for sequences that do not exist.
@@ -178,8 +179,9 @@ def _launch_step(
     shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
     shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
     rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
-    strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k)])
-    places = Places(page, table, state, strides)
+    own = (state.S, state.z, state.k, state.sink_k)
+    by_head = [x.shape[1] * x.stride(1) // kv_heads for x in own]
+    places = Places(page, table, state, Strides(*[x.stride(0) for x in own]), Strides(*by_head))
     phi = None
     if config.feature_map is not None:
         sizes = (batch, heads, shape.F)
@@ -344,22 +346,23 @@ def _leave(k, v, maps, places, b, head, kind: tl.constexpr, shape: tl.constexpr)
     COUNT: tl.constexpr = 1 if shape.SLIDING else W
     state = places.state
     SIZE: tl.constexpr = shape.F * D
+    strides, head_strides = places.strides, places.head_strides
     real, place = _place(b, places)
     if real:
         at = tl.load(state.position + b).to(tl.int32)
-        S = state.S + place * places.strides.S + head * SIZE
-        z = state.z + place * places.strides.z + head * shape.F
+        g = (head // shape.SHARES).to(tl.int64)
+        S = state.S + place * strides.S + g * head_strides.S + head % shape.SHARES * SIZE
+        z = state.z + place * strides.z + g * head_strides.z + head % shape.SHARES * shape.F
         if places.page is not None:  # noqa: SIM102
             if at == 0:  # the page is new
                 _clear(S, SIZE)
                 _clear(z, shape.F)
                 tl.debug_barrier()  # other threads read them next
-        g = head // shape.SHARES
         if W == 0:  # without a window the token itself
             h = _source(g, places)
             _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, kind, COUNT, shape)
         elif (at >= C) & (at % COUNT == 0):
-            ring = place * places.strides.ring + g * C * (D + 4 if state.k.dtype.element_ty == tl.int8 else D)
+            ring = place * strides.ring + g * head_strides.ring
             _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, kind, COUNT, shape)
 
 
@@ -528,7 +531,7 @@ def step_kernel(
     row = tl.arange(0, M)
     there = row < REPEATS
     row_h = g * REPEATS + row
-    state, strides = places.state, places.strides
+    state, strides, head_strides, own_g = places.state, places.strides, places.head_strides, g.to(tl.int64)
     source = _source(g, places)
     source_h = source * REPEATS + row
     column = tl.arange(0, DB)
@@ -552,8 +555,8 @@ def step_kernel(
             factor_v = factor_of(tl.load(new_v + column, mask=column < D, other=0.0).to(tl.float32))
             stored_k, stored_v = levels_of(k_D.to(tl.float32), factor_k), levels_of(v_V.to(tl.float32), factor_v)
             k_D, v_V = (stored_k * factor_k).to(q_MD.dtype), (stored_v * factor_v).to(q_MD.dtype)
-        ring = place * strides.ring + g * C * ROW
-        sink = place * strides.sinks + g * SINKS * ROW
+        ring = place * strides.ring + own_g * head_strides.ring
+        sink = place * strides.sinks + own_g * head_strides.sinks
         if PACKED:  # else they would be read byte by byte
             ring, sink = tl.multiple_of(ring, 4), tl.multiple_of(sink, 4)
         ring_k, ring_v, sink_k, sink_v = state.k + ring, state.v + ring, state.sink_k + sink, state.sink_v + sink
@@ -590,9 +593,8 @@ def step_kernel(
         if shape.MAP != "none":
             for s in tl.range(0, SHARES):
                 mine = there if SHARES == 1 else row == s
-                own = g * SHARES + s
-                S = state.S + place * strides.S + own * F * D
-                z = state.z + place * strides.z + own * F
+                S = state.S + place * strides.S + own_g * head_strides.S + s * F * D
+                z = state.z + place * strides.z + own_g * head_strides.z + s * F
                 phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
                 acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
 

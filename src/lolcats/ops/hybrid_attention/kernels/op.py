@@ -101,7 +101,9 @@ def _with_state(
     page_2N = torch.arange(len(state.position), device=q_BHTD.device).expand(2, -1)
     where: dict[str, Any] = {"page_2N": page_2N, "position_N": state.position, "cu_seqlens": cu_seqlens}
     q, k, v = (_dense(x).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-    y, parts, seen = torch.empty_like(q), state._asdict(), (0,) * len(state.position) if fresh else None
+    y, seen = torch.empty_like(q), (0,) * len(state.position) if fresh else None
+    by_head = (k.shape[1], -1)
+    parts = {name: x.unflatten(1, by_head) for name, x in state._asdict().items() if name != "position"}
     tables = prefill(q, k, v, *settings, parts=parts, **where, seen=seen, y_THD=y, shared=shared)
     y_BHTD = y.unflatten(0, (batch, tokens)).transpose(1, 2)
     return y_BHTD, state._replace(position=state.position + tables.length_N)

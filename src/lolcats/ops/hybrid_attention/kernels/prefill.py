@@ -116,16 +116,17 @@ def prefill(
     if heads_G is not None:
         q_THD = q_THD.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2)
     q_EHD = q_THD if entries == len(q_THD) else q_THD.index_select(0, tables.token_E)
-    new, kept = (k_TGD[:, :, None], v_TGD[:, :, None]), (parts["k"], parts["v"])
-    memory = k_TGD.new_empty(2, entries + count * config.sinks, parts["k"].shape[1], 1, k_TGD.shape[2])
-    places: dict[str, Any] = {"sinks": (parts["sink_k"], parts["sink_v"]) if config.sinks else None, "heads_G": heads_G}
-    store_tokens(*new, *kept, tables.seen, dense=(memory[0], memory[1]), **places)
+    S, z, keys, values = parts["S"], parts["z"], parts["k"][:, :, 0], parts["v"][:, :, 0]
+    new, sink = (k_TGD[:, :, None], v_TGD[:, :, None]), (parts["sink_k"][:, :, 0], parts["sink_v"][:, :, 0])
+    memory = k_TGD.new_empty(2, entries + count * config.sinks, S.shape[1], 1, k_TGD.shape[2])
+    places: dict[str, Any] = {"sinks": sink if config.sinks else None, "heads_G": heads_G}
+    store_tokens(*new, keys, values, tables.seen, dense=(memory[0], memory[1]), **places)
 
     q, k, v = (x.transpose(0, 1)[None] for x in (q_EHD, *memory[:, :entries, :, 0]))
     sinks = memory[:, entries:, :, 0].unflatten(1, (count, -1)).transpose(2, 3) if config.sinks else (None, None)
     sums = None
     if config.feature_map is not None and (seen is None or any(seen)):
-        sums = parts["S"][page_2N[0]], parts["z"][page_2N[0]]
+        sums = S[page_2N[0]].flatten(1, 2), z[page_2N[0]].flatten(1, 2)
         for x in sums if seen is None or 0 in seen else ():
             x.masked_fill_((tables.start_N == 0).view(-1, *[1] * (x.dim() - 1)), 0)
     if not config.has_softmax:
@@ -135,10 +136,10 @@ def prefill(
     tensors = q, k, v, *own, *sinks, *tables.segments
     out, states = forward(Operands.of(tensors, *settings, sequences=count, base=tables.base_N, sums=sums))
 
-    store_tokens(*new, *kept, tables.kept, **places)
+    store_tokens(*new, keys, values, tables.kept, **places)
     if states is not None and states.end_S is not None and states.end_z is not None:
-        parts["S"][page_2N[1]] = states.end_S
-        parts["z"][page_2N[1]] = states.end_z
+        S[page_2N[1]] = states.end_S.unflatten(1, S.shape[1:3])
+        z[page_2N[1]] = states.end_z.unflatten(1, S.shape[1:3])
     y = out.y[0].transpose(0, 1)
     y = y if entries == len(q_THD) else y.index_select(0, tables.entry_T)
     if heads_G is None:

@@ -315,7 +315,7 @@ def far(results: Results) -> list[str]:
         for tokens in (8192, 16384, 32768):
             columns[f"{title}, {tokens // 1024}k"] = fact(kind, tokens, "recall_long", "recall")
     columns |= {f"WikiText-2, {n // 1024}k": wikitext(n, runs[0]["found"]) for n in (16384, 32768)}
-    return of_runs([*runs, *(run for run in results.long if "humaneval" not in run["found"])], columns)
+    return of_runs(runs, columns)
 
 
 def trained(results: Results) -> list[str]:
@@ -420,9 +420,8 @@ def recall(results: Results) -> Figure:
     return figure
 
 
-WIDE = "`lolcats-hybrid` with windows in 16 bits"
 ABLE = {  # of the table of abilities, drawn: rows of one way, smaller caches first
-    "window and linear part": ["12 %, window 128", "12 %, 4096", "25 %, 8 bits", "25 %, 4096", WIDE],
+    "window and linear part": ["12 %, window 128", "12 %, 4096", "25 %, 8 bits", "25 %, 4096", "`lolcats-hybrid`"],
     "window alone": ["12 %, 4096, no linear part", "..., no linear part"],
     "softmax": ["teacher"],
 }
@@ -441,7 +440,7 @@ def frontier(results: Results) -> Figure:
                 found = [[run["found"][name]["percent"] for run in runs if name in run["found"]] for name in names]
                 mean = statistics.fmean(statistics.fmean(values or [0.0]) for values in found)
                 axis.plot([*sizes], [mean] * len(sizes), style, label=label if title == titles[0] else None)
-                name = title.replace(WIDE, "window 512").replace("...", "25 %, 8 bits").removesuffix(", no linear part")
+                name = title.strip("`").replace("...", "25 %, 8 bits").removesuffix(", no linear part")
                 for size in sizes:
                     axis.annotate(name, (size, mean), (5, -9), textcoords="offset points", fontsize=8)
         axis.set(xscale="log", xlabel=f"cache of a sequence of {length} tokens (MiB)")

@@ -32,11 +32,11 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
     """
     steps, kernels, heads, kv_heads = 0, {}, None, case.k.shape[1]
     if backend == "triton":
-        from lolcats.ops.hybrid_attention.kernels.decode import paged_step
+        from lolcats.ops.hybrid_attention.kernels.decode import triton_step
         from lolcats.ops.hybrid_attention.kernels.prefill import prefill
 
         own = {"config": case.config, "params": case.params}
-        kernels = {"step": partial(paged_step, **own), "prefill": partial(prefill, **own)}
+        kernels = {"step": partial(triton_step, **own), "prefill": partial(prefill, **own)}
         heads = 2 * torch.arange(kv_heads, device=DEVICE)
         work = [(0, 0, 1, -1, 0), *sorted(work, key=lambda item: item[2] > 1)]
         steps = sum(item[2] == 1 for item in work)

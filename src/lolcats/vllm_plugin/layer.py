@@ -273,10 +273,10 @@ class PagedHybridAttention(nn.Module):
             own: Any = {"config": config, "params": params}
             self.kernels = {"attend": partial(hybrid_attention, packed=config.cache_bits == 8, **own)}
             if self.steps_in_pages:
-                from lolcats.ops.hybrid_attention.kernels.decode import paged_step  # imports Triton
+                from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
                 from lolcats.ops.hybrid_attention.kernels.prefill import prefill
 
-                self.kernels |= {"step": partial(paged_step, **own), "prefill": partial(prefill, **own)}
+                self.kernels |= {"step": partial(triton_step, **own), "prefill": partial(prefill, **own)}
         return self.kernels
 
 

@@ -107,8 +107,8 @@ def paged_attention(
     y_NHD: Tensor,
     *,
     attend: Callable[..., tuple[Tensor, HybridState | None]],
-    step: Callable[..., None] | None = None,
-    prefill: Callable[..., None] | None = None,
+    step: Callable[..., Any] | None = None,
+    prefill: Callable[..., Any] | None = None,
     heads_G: Tensor | None = None,
 ) -> None:
     """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
@@ -118,8 +118,7 @@ def paged_attention(
         pages: states; those of the batch are written.
         y_NHD: is written where the batch has tokens.
         attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens and return_state.
-        step: `kernels.decode.paged_step` as a function of q, k, v, parts, page_B, position_B, y_BH1D and heads_G; takes
-            the batch's `steps`.
+        step: `kernels.decode.triton_step` as a function of all but config and params; takes the batch's `steps`.
         prefill: `kernels.prefill.prefill` as a function of all but config and params; takes all others.
         heads_G: int64, the key/value heads that the states belong to, where there are others, which are not read or
             written; None: all.
@@ -128,8 +127,8 @@ def paged_attention(
     if batch.steps:
         assert step is not None
         q, k, v, y = (x[: batch.steps, :, None] for x in (q_NHD, k_NGD, v_NGD, y_NHD))
-        page_B, position_B = batch.page_B[: batch.steps], batch.position_B[: batch.steps]
-        step(q, k, v, parts=pages.views, page_B=page_B, position_B=position_B, y_BH1D=y, heads_G=heads_G)
+        state = HybridState(**pages.views, position=batch.position_B[: batch.steps])
+        step(q, k, v, state=state, page_B=batch.page_B[: batch.steps], y_BH1D=y, heads_G=heads_G)
     if batch.rest is None:
         return
     page_2B, position_B, cu_seqlens = batch.rest

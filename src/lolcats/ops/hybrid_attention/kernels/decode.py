@@ -111,77 +111,46 @@ class Places(NamedTuple):
 
 @torch.compiler.disable
 def triton_step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    state: HybridState,
-) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`, T = 1.
-
-    Weights may have any floating type. Tensors of `state` that are not contiguous are copied; the returned state has
-    the copies.
-    """
-    if not all(x.is_contiguous() for x in state):
-        state = state.map(torch.Tensor.contiguous)
-    return _launch_step(q_BH1D, k_BG1D, v_BG1D, config, params, state), state
-
-
-def paged_step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    parts: dict[str, Tensor],
-    page_B: Tensor,
-    position_B: Tensor,
-    y_BH1D: Tensor,
-    heads_G: Tensor | None = None,
-) -> None:
-    """One token of each sequence, whose states are read and written where they lie. Nothing waits for the device.
-
-    Args:
-        parts: the views of `pages.StatePages`, dense in all axes but the first two.
-        page_B: each sequence's place in `parts`, int32; sequences with a negative one do not exist.
-        position_B: int64, tokens that each sequence has seen. At 0 what its page holds is not used. It is not changed.
-        y_BH1D: is written, and is anything for sequences that do not exist.
-        heads_G: int64, the key/value heads that have states and parameters, where q, k, v and y have others beside
-            them, which are not read or written; None: all.
-    """
-    state = HybridState(**parts, position=position_B)
-    _launch_step(q_BH1D, k_BG1D, v_BG1D, config, params, state, page_B, y_BH1D, heads_G)
-
-
-def _launch_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     config: AttentionConfig,
     params: HybridParams,
+    *,
     state: HybridState,
-    page: Tensor | None = None,
-    y: Tensor | None = None,
-    table: Tensor | None = None,
-) -> Tensor:
-    """Both launches; for states in pages with the pages, the output and the heads that have states."""
+    page_B: Tensor | None = None,
+    y_BH1D: Tensor | None = None,
+    heads_G: Tensor | None = None,
+) -> tuple[Tensor, HybridState]:
+    """See `hybrid_attention`, T = 1; or of sequences whose states are in pages. Nothing waits for the device.
+
+    Weights may have any floating type. Tensors of `state` that are not contiguous are copied, but those of pages are
+    not; the returned state has the copies.
+
+    Args:
+        state: of pages the views of `pages.StatePages`, dense in all axes but the first two, and the tokens that each
+            sequence has seen: at 0 what its page holds is not used. These positions are not changed.
+        page_B: each sequence's place in `state`, int32; sequences with a negative one do not exist.
+        y_BH1D: is written, and is anything for sequences that do not exist.
+        heads_G: int64, the key/value heads that have states and parameters, where q, k, v and y have others beside
+            them, which are not read or written; None: all.
+    """
+    if page_B is None and not all(x.is_contiguous() for x in state):
+        state = state.map(torch.Tensor.contiguous)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     window_factor, *maps, sink_logits = (None if x is None else x.contiguous() for x in params.tensors)
-    y = torch.empty_like(q) if y is None else y
+    y = torch.empty_like(q) if y_BH1D is None else y_BH1D
     batch, heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
-    if table is not None:
-        heads, kv_heads = heads // kv_heads * len(table), len(table)
+    if heads_G is not None:
+        heads, kv_heads = heads // kv_heads * len(heads_G), len(heads_G)
     state_heads, columns = (kv_heads, 1) if maps[1] is None else (maps[1].shape[0], maps[1].shape[2])
     shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
     shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
     rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
     own = (state.S, state.z, state.k, state.sink_k)
     by_head = [x.shape[1] * x.stride(1) // kv_heads for x in own]
-    places = Places(page, table, state, Strides(*[x.stride(0) for x in own]), Strides(*by_head))
+    places = Places(page_B, heads_G, state, Strides(*[x.stride(0) for x in own]), Strides(*by_head))
     phi = None
     if config.feature_map is not None:
         sizes = (batch, heads, shape.F)
@@ -217,7 +186,7 @@ def _launch_step(
         shape=shape,
         **early_launch(q.device),
     )
-    return y
+    return y, state
 
 
 def programs_of_a_head(heads: int, columns: int) -> int:

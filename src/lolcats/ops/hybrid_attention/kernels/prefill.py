@@ -107,7 +107,7 @@ def prefill(
     """Outputs of N sequences, whose states are read and written where they lie. Nothing waits for the device.
 
     Args:
-        parts, y_THD, heads_G: see `paged_step`.
+        parts: the views of `pages.StatePages`; y_THD, heads_G: see `triton_step`.
         page_2N, position_N, cu_seqlens, seen: see `Tables`; all pages that are written are different.
         shared: see `hybrid_attention`.
     """

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels.forward import States, scan_chunks
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step, supports_step
+from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step
 
 TERRACED = "terraced 16"
 
@@ -84,7 +84,7 @@ def test_says_why_not(change, reason):
     tensors = case.q, case.k, case.v, case.config, case.params
     state = initial_state(case.config, case.params, case.k)
     assert reason in (supports(*tensors) or "")
-    assert reason in (supports_step(*tensors, state=state) or "")
+    assert reason in (supports(*tensors, state=state, step=True) or "")
     with pytest.raises(ValueError, match=reason):
         case.run("triton")
     with torch.no_grad(), pytest.raises(ValueError, match=reason):

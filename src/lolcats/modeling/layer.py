@@ -15,7 +15,7 @@ from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.heads import HeadSplit
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
-from lolcats.ops.hybrid_attention.kernels.support import supports_step
+from lolcats.ops.hybrid_attention.kernels.support import supports
 
 
 class HybridAttention(nn.Module):
@@ -111,7 +111,7 @@ class HybridAttention(nn.Module):
         heads = self.num_heads, self.num_kv_heads
         device = self.window_factor.device
         q_BH1D, k_BG1D = (torch.empty(1, n, 1, self.head_dim, dtype=dtype, device=device) for n in heads)
-        return supports_step(q_BH1D, k_BG1D, k_BG1D, self.config, self.params(), state=None) is None
+        return supports(q_BH1D, k_BG1D, k_BG1D, self.config, self.params(), step=True) is None
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed, pack
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
-from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
+from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.reference import reference
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
@@ -75,8 +75,7 @@ def hybrid_attention(
     if backend == "reference" and state is not None:
         raise ValueError("backend='reference' takes whole sequences, from their first tokens; got a state")
     is_step = state is not None and q_BHTD.shape[2] == 1 and cu_seqlens is None and not torch.is_grad_enabled()
-    why_not = supports_step if is_step else supports
-    kernels = has_kernel(backend, q_BHTD, lambda: why_not(*inputs, state=state))
+    kernels = has_kernel(backend, q_BHTD, lambda: supports(*inputs, state=state, step=is_step))
     if is_step and state is not None:  # tensors of autograd, or of inference mode outside of it, may not change
         in_mode = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()  # a compiler sees no such tensors
         if state.S.requires_grad or not (in_mode or not state.S.is_inference()):
@@ -111,30 +110,17 @@ def hybrid_attention(
             attend = reference
         if cu_seqlens is None:
             y, after = attend(*inputs, state=before)
-        else:
-            y, after = _one_by_one(attend, *inputs, before, cu_seqlens)
-        return y, (after if return_state else None)
-
-
-def _one_by_one(
-    attend: Callable[..., tuple[Tensor, HybridState]],
-    q_1HTD: Tensor,
-    k_1GTD: Tensor,
-    v_1GTD: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    before: HybridState,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, HybridState]:
-    """`attend`, which takes whole rows, of each sequence of a packed row."""
-    outputs, states = [], []
-    for n, (begin, end) in enumerate(pairwise(borders := cu_seqlens.tolist())):
-        q, k, v = (x[:, :, begin:end] for x in (q_1HTD, k_1GTD, v_1GTD))
-        y, after = attend(q, k, v, config, params, state=HybridState(*(x[n : n + 1] for x in before)))
-        outputs.append(y)
-        states.append(after)
-    outputs.append(torch.zeros_like(q_1HTD[:, :, borders[-1] :]))
-    return torch.cat(outputs, dim=2), HybridState(*map(torch.cat, zip(*states, strict=True)))
+            return y, (after if return_state else None)
+        # They take whole rows: of a packed one each sequence alone.
+        outputs, states = [], []
+        for n, (begin, end) in enumerate(pairwise(borders := cu_seqlens.tolist())):
+            q, k, v = (x[:, :, begin:end] for x in inputs[:3])
+            y, after = attend(q, k, v, config, params, state=HybridState(*(x[n : n + 1] for x in before)))
+            outputs.append(y)
+            states.append(after)
+        outputs.append(torch.zeros_like(q_BHTD[:, :, borders[-1] :]))
+        after = HybridState(*map(torch.cat, zip(*states, strict=True)))
+        return torch.cat(outputs, dim=2), (after if return_state else None)
 
 
 def initial_state(

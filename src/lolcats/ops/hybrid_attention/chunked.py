@@ -154,16 +154,19 @@ def _softmax_part(
     c, d = grid.chunk, config.reach
     q_BGNMD = _rows(q_BHED, kv_heads, grid)
 
+    position_Nc1 = grid.position_E.view(grid.chunks, c, 1)
     keys, values, masks = [], [], []
     if config.window_size > 0:
         # unfold makes the window [D, c + d] the last dimensions: the transposed keys that matmul wants
         keys.append(pad(k_BGED, (0, 0, d, 0)).unfold(2, c + d, c).mT)
         values.append(pad(v_BGED, (0, 0, d, 0)).unfold(2, c + d, c).mT)
-        masks.append(_window_mask(config, grid))
+        # [N, c, c + d]: key column u of chunk n is entry n c + u - d
+        key_N1W = position_Nc1[:, :1] + torch.arange(-d, c, device=position_Nc1.device)
+        first_Nc1 = config.window_start(position_Nc1).clamp_min(max(grid.base, config.sinks))
+        masks.append((key_N1W >= first_Nc1) & (key_N1W <= position_Nc1))
     if config.sinks > 0:
         for found, sinks_BGSD in zip((keys, values), sinks, strict=True):
             found.append(sinks_BGSD[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
-        position_Nc1 = grid.position_E.view(grid.chunks, c, 1)
         masks.append(torch.arange(config.sinks, device=position_Nc1.device) <= position_Nc1)
 
     parts = [scores(q_BGNMD, key_BGNWD, params) for key_BGNWD in keys]
@@ -232,14 +235,6 @@ def _prefix_sums(x_BSNx: Tensor) -> Tensor:
     chunks = x_BSNx.shape[2]
     before = torch.ones(chunks + 1, chunks, dtype=x_BSNx.dtype, device=x_BSNx.device).tril(-1)
     return (before @ x_BSNx.flatten(3)).unflatten(3, x_BSNx.shape[3:])
-
-
-def _window_mask(config: AttentionConfig, grid: Grid) -> Tensor:
-    """[N, c, c + d] bool: key column u of chunk n is entry n c + u - d."""
-    query_Nc1 = grid.position_E.view(grid.chunks, grid.chunk, 1)
-    key_N1W = query_Nc1[:, :1] + torch.arange(-config.reach, grid.chunk, device=query_Nc1.device)
-    first_Nc1 = config.window_start(query_Nc1).clamp_min(max(grid.base, config.sinks))
-    return (key_N1W >= first_Nc1) & (key_N1W <= query_Nc1)
 
 
 def _inner_mask(config: AttentionConfig, grid: Grid) -> Tensor | None:

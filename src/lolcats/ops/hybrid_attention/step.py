@@ -48,7 +48,11 @@ def step(
         sink_GR1 = None if params.sink_logits is None else params.sink_logits.to(dtype).view(groups, -1, 1)
         gamma = config.gamma_at(params.gamma.to(dtype).view(groups, -1, 1), position_B[:, None, None, None])
         score_BGRJ = scores(q.reshape(len(q), groups, -1, q.shape[3]), key_BGJD, params)
-        seen_BJ = _visible_slots(config, position_B)
+        # What the query sees of the state, its own token written.
+        position_B1, ring_BC = position_B[:, None], ring_positions(position_B + 1, config.capacity)
+        seen_BS = torch.arange(config.sinks, device=q.device) <= position_B1
+        seen_BC = (ring_BC >= config.window_start(position_B1)) & (ring_BC >= config.sinks)
+        seen_BJ = torch.cat([seen_BS, seen_BC], 1)
         share_BGRJ, mass_BGR1, total_BGR1 = softmax_weights(score_BGRJ, seen_BJ[:, None, None], sink_GR1)
         numerator = (gamma * mass_BGR1 * (share_BGRJ @ value_BGJD)).flatten(1, 2)
         denominator = (gamma * total_BGR1).flatten(1, 2)
@@ -112,14 +116,3 @@ def _write(buffer_BGCD: Tensor, slot_B: Tensor, new_BG1D: Tensor, where_B: Tenso
     row_B = torch.arange(len(slot_B), device=slot_B.device)
     old_BGD = buffer_BGCD[row_B, :, slot_B]
     buffer_BGCD[row_B, :, slot_B] = torch.where(where_B[:, None, None], new_BGD, old_BGD)
-
-
-def _visible_slots(config: AttentionConfig, position_B: Tensor) -> Tensor:
-    """[B, sinks + C] bool: what the query at `position_B` sees of the state, its own token written."""
-    position_B1 = position_B[:, None]
-    ring_BC = ring_positions(position_B + 1, config.capacity)
-    parts = [
-        torch.arange(config.sinks, device=position_B.device) <= position_B1,
-        (ring_BC >= config.window_start(position_B1)) & (ring_BC >= config.sinks),
-    ]
-    return torch.cat(parts, dim=1)

@@ -96,14 +96,6 @@ class Outputs(NamedTuple):
     delta: Tensor | None = None
     square: Tensor | None = None
 
-    @classmethod
-    def empty(cls, x: Operands, *, save: bool, error: bool) -> Outputs:
-        """Memory for them."""
-        out = cls(torch.empty_like(x.q))
-        if save:
-            out = cls(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
-        return out._replace(delta=x.empty_rows(), square=x.empty_rows()) if error else out
-
 
 def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) -> tuple[Outputs, States | None]:
     """Outputs of all queries, and the states, None without a linear part.
@@ -127,7 +119,11 @@ def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) ->
             num_stages=1,
         )
         scan_chunks(x, states, x.S, x.z, reverse=False)
-    out = Outputs.empty(x, save=save, error=target is not None)
+    out = Outputs(torch.empty_like(x.q))
+    if save:
+        out = Outputs(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
+    if target is not None:
+        out = out._replace(delta=x.empty_rows(), square=x.empty_rows())
     output_kernel[x.tiles](
         x.inputs,
         states,
@@ -155,7 +151,6 @@ def state_kernel(x, states, phi, tokens, chunks, kv_heads, shape: tl.constexpr, 
     HALVES: tl.constexpr = shape.HALVES
     P: tl.constexpr = shape.P
     D: tl.constexpr = shape.D
-    PB: tl.constexpr = shape.PB
     C: tl.constexpr = shape.C
     DBLOCKS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)
@@ -174,9 +169,9 @@ def state_kernel(x, states, phi, tokens, chunks, kv_heads, shape: tl.constexpr, 
     if x.layout.table is not None and first >= at.limit:
         # Nobody reads these states, but they are in an operator's output.
         for half in tl.static_range(HALVES):
-            store_matrix(S + half * P * D, tl.zeros([PB, BD], tl.float32), column, P, D)
+            store_matrix(S + half * P * D, tl.zeros([shape.PB, BD], tl.float32), column, P, D)
             if column == 0:
-                store_vector(z + half * P, tl.zeros([PB], tl.float32), P)
+                store_vector(z + half * P, tl.zeros([shape.PB], tl.float32), P)
         return
     first_position = position_of_entry_0(x.layout, at)
     k = head_rows(x.k, g, at)

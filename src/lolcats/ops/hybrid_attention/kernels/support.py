@@ -31,8 +31,12 @@ def supports(
     params: HybridParams,
     *,
     state: HybridState | None = None,
+    step: bool = False,
 ) -> str | None:
-    """Why the Triton kernels do not take this call, in one sentence; None if they do."""
+    """Why the Triton kernels do not take this call, in one sentence; None if they do.
+
+    `step`: it is one token with a state, by default as `initial_state` makes it.
+    """
     if state is not None and is_packed(state.k) and q_BHTD.shape[3] % FACTOR_BYTES:
         return f"head_dim is {q_BHTD.shape[3]}; in 8 bits the kernels take multiples of {FACTOR_BYTES}."
     reason = _any_tensors(q_BHTD, k_BGTD, v_BGTD)
@@ -48,23 +52,7 @@ def supports(
         return f"The window size is {config.window_size}; the kernels take up to {MAX_WINDOW}."
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
-    return None
-
-
-def supports_step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    state: HybridState | None,
-) -> str | None:
-    """As `supports`, for one token with a state.
-
-    `state`: None, if it will be as `initial_state` makes it.
-    """
-    return supports(q_BH1D, k_BG1D, v_BG1D, config, params, state=state) or _any_group(q_BH1D, k_BG1D)
+    return _any_group(q_BHTD, k_BGTD) if step else None
 
 
 def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:

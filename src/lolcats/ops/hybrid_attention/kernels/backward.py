@@ -220,8 +220,9 @@ def window_gradient_kernel(
     """One program: C queries of one head."""
     D: tl.constexpr = shape.D
     C: tl.constexpr = shape.C
+    SB: tl.constexpr = shape.SB
     WINDOW: tl.constexpr = shape.WINDOW
-    WIDTH: tl.constexpr = WINDOW + shape.SB
+    WIDTH: tl.constexpr = WINDOW + SB
     NEED_INPUTS: tl.constexpr = grads.weights is not None
     tile = query_tile(x.layout, tokens, chunks, kv_heads, shape)
     at = tile.at
@@ -279,8 +280,8 @@ def window_gradient_kernel(
             share += tl.sum(weight_MS, 1)
             if NEED_INPUTS:
                 at_top += tl.sum(tl.where((-1 - sink)[None, :] == arg[:, None], ds_MS, 0.0), 1)
-                store_rows(weights + WINDOW, weight_MS * factor[:, None], first, WIDTH, limit, 0, shape.SB)
-                store_rows(scores + WINDOW, inner_MS * (factor * scale)[:, None], first, WIDTH, limit, 0, shape.SB)
+                store_rows(weights + WINDOW, weight_MS * factor[:, None], first, WIDTH, limit, 0, SB)
+                store_rows(scores + WINDOW, inner_MS * (factor * scale)[:, None], first, WIDTH, limit, 0, SB)
         column = WINDOW - C - first  # of key 0
         if shape.W > 0:
             k = head_rows(x.k, tile.g, at)
@@ -387,6 +388,7 @@ def query_gradient_kernel(
     D: tl.constexpr = shape.D
     C: tl.constexpr = shape.C
     DB: tl.constexpr = shape.DB
+    PB: tl.constexpr = shape.PB
     WIDTH: tl.constexpr = shape.WINDOW + shape.SB
     NEED_INPUTS: tl.constexpr = dq.x is not None
     tile = query_tile(x.layout, tokens, chunks, kv_heads, shape)
@@ -403,7 +405,7 @@ def query_gradient_kernel(
         if NEED_INPUTS:
             store_rows(dq.x, tl.zeros([C, DB], tl.float32), first, dq.t, at.cells, 0, D)
         if shape.MAP != "none":
-            store_rows(dx, tl.zeros([C, shape.PB], tl.float32), first, P, at.cells, 0, P)
+            store_rows(dx, tl.zeros([C, PB], tl.float32), first, P, at.cells, 0, P)
             tl.store(grads.tile_dgamma + at_tile, 0.0)
             if grads.tile_at_sink is not None:
                 tl.store(grads.tile_at_sink + at_tile, 0.0)
@@ -432,12 +434,12 @@ def query_gradient_kernel(
         linear = tl.zeros([C], tl.float32)  # phi . d_phi
         for half in tl.static_range(HALVES):
             sign = 1.0 - 2.0 * half
-            S_PD = load_matrix(before.S + (at_state * F + half * P) * D, 0, P, D, shape.PB, DB)
+            S_PD = load_matrix(before.S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
             part = half_features(sign * x_MP, shape)
             over_den = part * inverse[:, None]
             store_rows(grads.phi + tile.at_first * F + half * P, over_den, first, F, limit, 0, P)
             store_vector(grads.tile_dz + at_tile * F + half * P, tl.sum(over_den * delta[:, None], 0), P)
-            z_P = load_vector(before.z + at_state * F + half * P, P, shape.PB)
+            z_P = load_vector(before.z + at_state * F + half * P, P, PB)
             d_part = dot(dy_MD.to(S_PD.dtype), tl.trans(S_PD)) + delta[:, None] * z_P[None, :]
             if shape.INNER:  # keys between the state and the windows
                 k_weight_DP = load_weight(x.maps.k_weight, s, q_MD.dtype, shape)
@@ -769,10 +771,12 @@ def weight_gradient_kernel(
 ):
     """One program: every `splits`-th tile of one head."""
     P: tl.constexpr = shape.P
+    D: tl.constexpr = shape.D
+    DB: tl.constexpr = shape.DB
     program = tl.program_id(0)
     h = (program % heads).to(tl.int64)
     split = program // heads
-    d_weight_DP = tl.zeros([shape.DB, PB], tl.float32)
+    d_weight_DP = tl.zeros([DB, PB], tl.float32)
     d_bias_P = tl.zeros([PB], tl.float32)
     for tile in tl.range(split, tiles, splits):
         slot = tile % chunks
@@ -780,12 +784,12 @@ def weight_gradient_kernel(
         first = (slot - at.first_chunk) * shape.C
         x_head = head_rows(x, h // SHARING, at)
         dx_head = dx + ((at.b * heads + h) * tokens + at.first_token) * P
-        x_MD = load_rows(x_head.x, first, x_head.t, at.limit, 0, shape.D, shape.C, shape.DB)
+        x_MD = load_rows(x_head.x, first, x_head.t, at.limit, 0, D, shape.C, DB)
         dx_MP = load_rows(dx_head, first, P, at.limit, 0, P, shape.C, PB)
         d_weight_DP = dot(tl.trans(x_MD), dx_MP, d_weight_DP)
         d_bias_P += tl.sum(dx_MP.to(tl.float32), 0)
     at_share = split * heads + h
-    store_matrix(d_weight + at_share * shape.D * P, d_weight_DP, 0, shape.D, P)
+    store_matrix(d_weight + at_share * D * P, d_weight_DP, 0, D, P)
     store_vector(d_bias + at_share * P, d_bias_P, P)
 
 

@@ -151,6 +151,7 @@ def state_kernel(x, states, phi, tokens, chunks, kv_heads, shape: tl.constexpr, 
     HALVES: tl.constexpr = shape.HALVES
     P: tl.constexpr = shape.P
     D: tl.constexpr = shape.D
+    PB: tl.constexpr = shape.PB
     C: tl.constexpr = shape.C
     DBLOCKS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)
@@ -169,9 +170,9 @@ def state_kernel(x, states, phi, tokens, chunks, kv_heads, shape: tl.constexpr, 
     if x.layout.table is not None and first >= at.limit:
         # Nobody reads these states, but they are in an operator's output.
         for half in tl.static_range(HALVES):
-            store_matrix(S + half * P * D, tl.zeros([shape.PB, BD], tl.float32), column, P, D)
+            store_matrix(S + half * P * D, tl.zeros([PB, BD], tl.float32), column, P, D)
             if column == 0:
-                store_vector(z + half * P, tl.zeros([shape.PB], tl.float32), P)
+                store_vector(z + half * P, tl.zeros([PB], tl.float32), P)
         return
     first_position = position_of_entry_0(x.layout, at)
     k = head_rows(x.k, g, at)

@@ -194,27 +194,26 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     inputs = args[0] if args else kwargs.get("input_ids")
     batch, tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
     given, position_ids, cache = kwargs.get("attention_mask"), kwargs.get("position_ids"), given_cache(kwargs)
-    chunk = getattr(module.config, "attention_chunk_size", None)
-    if chunk and tokens + (0 if cache is None else cache.get_seq_length()) > chunk:
+    past, chunk = 0 if cache is None else cache.get_seq_length(), getattr(module.config, "attention_chunk_size", None)
+    if chunk and tokens + past > chunk:
         raise ValueError(f"layers of this model attend within chunks: linearized it takes rows of up to {chunk} tokens")
     if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
         return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
     if given is None:
         if position_ids is None or position_ids.dim() != 2 or cache is not None:
-            return args, kwargs
+            return args, kwargs | {ATTENTION_CALL: replace(call, rows=Rows(past))}  # through which layers share tables
         return args, kwargs | _documents(module.config, position_ids, batch, call)
-    return args, kwargs | _without_padding(given, cache, tokens, position_ids, call)
+    return args, kwargs | _without_padding(given, past, tokens, position_ids, call)
 
 
 @torch.compiler.disable  # masks grow
 def _without_padding(
-    given: Any, cache: Any, tokens: int, position_ids: Tensor | None, call: AttentionCall
+    given: Any, past: int, tokens: int, position_ids: Tensor | None, call: AttentionCall
 ) -> dict[str, Any]:
     """The decoder's arguments for what its mask says of padding."""
     if not isinstance(given, Tensor) or given.dim() != 2:
         raise ValueError(_OWN_MASK)
-    past = 0 if cache is None else cache.get_seq_length()
     mask = given[:, : past + tokens].bool()
     if position_ids is None:
         position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import is_packed, pack, unpack
-from lolcats.ops.hybrid_attention.kernels import softmax_step as module
-from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step, splits_of_a_row
+from lolcats.ops.hybrid_attention.kernels import splits
+from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step
 
-KEYS = 300  # of a slot, in two splits
+KEYS = 300  # of a slot, in three splits
 LENGTHS = (1, 300, 64, 130, 0)
 
 
@@ -58,7 +58,7 @@ class Slots:
             if length:
                 keys = [x[b : b + 1, :, :length] for x in (self.k_BGKD, self.v_BGKD)]
                 if is_packed(keys[0]):
-                    keys = [unpack(x, self.q_BH1D.dtype) for x in keys]
+                    keys = [unpack(x, torch.float64) for x in keys]
                 keys = [x.double() for x in keys]
                 options = {"softcap": self.softcap, "sink_logits": self.sink_H}
                 rows[b] = softmax_attention(self.q_BH1D[b : b + 1].double(), *keys, **options)[0]
@@ -83,7 +83,7 @@ class Slots:
     ids=["float32", "bfloat16", "ungrouped", "large group, sinks, softcap", "8 bits", "8 bits, bfloat16"],
 )
 def test_each_row_sees_its_keys(settings):
-    assert splits_of_a_row(len(LENGTHS) * 2, KEYS) == 2
+    assert splits.splits_of_a_row(len(LENGTHS) * 2, KEYS) == 3
     Slots(**settings).check()
 
 
@@ -109,10 +109,10 @@ def test_large(dtype, head_dim, heads, kv_heads, packed):
 
 def test_many_splits_of_short_rows(monkeypatch):
     """Most have no keys; long rows and few of them are split most."""
-    assert [splits_of_a_row(rows, 8192) for rows in (1, 64, 640, 5000)] == [32, 32, 4, 1]
-    assert [splits_of_a_row(1, keys) for keys in (1, 10**6)] == [1, 128]
-    monkeypatch.setattr(module, "LEAST_KEYS", 8)
-    assert splits_of_a_row(2, KEYS) == 38
+    assert [splits.splits_of_a_row(rows, 8192) for rows in (1, 64, 640, 5000)] == [64, 33, 4, 1]
+    assert [splits.splits_of_a_row(1, keys) for keys in (1, 10**6)] == [1, 128]
+    monkeypatch.setattr(splits, "LEAST_KEYS", 8)
+    assert splits.splits_of_a_row(2, KEYS) == 38
     Slots((3, 100), heads=2, kv_heads=1).check()
 
 

@@ -7,6 +7,7 @@
     backward      the gradients of both
     decode        one token with a state
     softmax_step  one token of softmax attention, for exact heads
+    splits        what steps share: keys of one token over several programs
     store_tokens  new keys and values into a cache, or behind its own, in 8 bits if it keeps these
     operands      what a call gives to its kernels
     segments      where packed sequences lie

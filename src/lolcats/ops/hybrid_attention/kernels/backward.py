@@ -47,6 +47,7 @@ from lolcats.ops.hybrid_attention.kernels.operands import (
     rows,
 )
 from lolcats.ops.hybrid_attention.kernels.tiles import (
+    _LOG2_E,
     FLOOR,
     before_window,
     dot,
@@ -67,7 +68,6 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     query_tile,
     scaled_scores,
     sequence,
-    sink_logit,
     store_matrix,
     store_rows,
     store_vector,
@@ -264,7 +264,8 @@ def window_gradient_kernel(
             beyond = tl.maximum((first_position + row + 1).to(tl.float32) / CAP, 1.0)
         factor = tl.load(x.gamma + tile.h).to(tl.float32) * beyond
         if x.sink_logits is not None:
-            share = tl.where(real, tl.exp2(sink_logit(x.sink_logits, tile.h) - top), 0.0) * inverse
+            logit = tl.load(x.sink_logits + tile.h).to(tl.float32) * _LOG2_E
+            share = tl.where(real, tl.exp2(logit - top), 0.0) * inverse
             total = share * delta
             tl.store(grads.tile_dsink + at_tile, tl.sum(total * factor, 0))
         at_top = tl.zeros([C], tl.float32)  # ds / gamma of the maximal key

@@ -1,10 +1,10 @@
 """One token of hybrid attention with a state, in two launches: the decoding step on a GPU.
 
-The first, without a linear part none, makes the features of the queries, many sequences a program so that they share
-the weights, and adds to S and z the tokens that leave the window. The second only reads the states. A program takes
-one sequence and one key/value head, and reads ring and state once for all of its query heads: exact keys (this token,
-sinks, ring) with running softmax sums, then the state. Where there are few sequences, several programs
-divide the columns of the values and of S, and each reads all keys.
+The first has three kinds of programs, none of which waits for another. Some make the features of the queries, many
+sequences a program so that they share the weights; some add to S and z the tokens that leave the window; some make
+softmax sums of the exact keys (this token, sinks, ring), see `splits`. In the second launch a program takes one
+sequence, one key/value head and some columns of the values: it joins those sums and adds what the state gives, which
+it reads once for all of the head's queries. Then it writes the token into ring and sinks.
 
 In memory S is [B, S, F, D] and z [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
 sinks are [B, G, sinks, D], in the type of the keys; or both are packed in 8 bits (`lolcats.ops.eight_bits`). All
@@ -37,17 +37,24 @@ from lolcats.ops.hybrid_attention.kernels.operands import (
     next_power_of_2,
     padded,
 )
+from lolcats.ops.hybrid_attention.kernels.splits import (
+    Sums,
+    add_split,
+    add_tokens,
+    join_splits,
+    joined_splits,
+    launch_of_splits,
+    load_tokens,
+    splits_of_a_row,
+    store_split,
+)
 from lolcats.ops.hybrid_attention.kernels.tiles import (
-    _LOG2_E,
     FLOOR,
-    add_keys,
     dot,
     factor_of,
-    fade_sums,
     features,
     levels_of,
     load_matrix,
-    load_packed,
     load_rows,
     load_vector,
     load_weight,
@@ -65,16 +72,17 @@ try:
 except ImportError:  # other devices, and older versions
     gdc_launch_dependents = gdc_wait = None
 
-# Programs divide the columns of the values until there are so many: two for each multiprocessor of a large GPU.
+# Programs divide the window's keys, and the columns of the values, until there are so many: two for each multiprocessor
+# of a large GPU. Windows are of nearly the same length, so more would gain nothing.
 ENOUGH_PROGRAMS = 264
 # Programs that fold, at most: eight for each multiprocessor. Those that find nothing to do take their time, too.
 MOST_FOLDING = 1056
 # Rows of a tile that tensor cores take, and columns of the narrowest.
 LEAST = 16
 # Launches of the step for few and for many sequences: the fastest of twenty on an H200, head_dim 128.
-_FEW = {"BN": 64, "BF": 64, "num_warps": 4, "num_stages": 3}
-_MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
-_FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
+_FEW = {"BF": 64, "num_warps": 4, "num_stages": 3}
+_MANY = {"BF": 32, "num_warps": 2, "num_stages": 2}
+_FLOAT32 = {"BF": 32, "num_warps": 4, "num_stages": 2}
 # Sequences of a tile of features.
 MOST_SEQUENCES = 64
 # Entries of the largest tile of S that a fold holds at once; wider states come in pieces of rows.
@@ -151,38 +159,47 @@ def triton_step(
     own = (state.S, state.z, state.k, state.sink_k)
     by_head = [x.shape[1] * x.stride(1) // kv_heads for x in own]
     places = Places(page_B, heads_G, state, Strides(*[x.stride(0) for x in own]), Strides(*by_head))
-    phi = None
+    splits = splits_of_a_row(batch * kv_heads, config.capacity, ENOUGH_PROGRAMS) if config.has_softmax else 0
+    sums = Sums.empty(q, heads, splits)
+    parts, group = programs_of_a_head(batch * kv_heads, shape.DB), padded(shape.REPEATS)
+    phi, tiles, folding, tile = None, 0, 0, LEAST
     if config.feature_map is not None:
-        sizes = (batch, heads, shape.F)
-        phi = q.new_empty(sizes, dtype=torch.bfloat16 if q.dtype.itemsize == 2 else torch.float32)
+        phi = q.new_empty((batch, heads, shape.F), dtype=torch.bfloat16 if q.dtype.itemsize == 2 else torch.float32)
         tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
-        prepare_kernel[(cdiv(batch, tile) * heads + min(batch * state_heads, MOST_FOLDING),)](
-            *rows[:3],
-            phi,
-            FeatureMaps(*maps),
-            places,
-            batch,
-            kv_heads,
-            M=tile,
-            shape=shape,
-            num_warps=4,
-            **early_launch(q.device),
-        )
-    split = programs_of_a_head(batch * kv_heads, shape.DB)
-    step_kernel[(batch * kv_heads * split,)](
+        tiles, folding = cdiv(batch, tile), min(batch * state_heads, MOST_FOLDING)
+    prepare_kernel[(tiles * heads + folding + batch * kv_heads * splits,)](
         *rows[:3],
         phi,
-        rows[3],
+        sums,
+        FeatureMaps(*maps),
+        places,
+        batch,
+        kv_heads,
+        tiles,
+        folding,
+        splits,
+        in_log2(params.scale_of(q)),
+        in_log2(params.softcap),
+        MS=tile,
+        MH=group,
+        **launch_of_splits(q),
+        shape=shape,
+        **early_launch(q.device),
+    )
+    step_kernel[(batch * kv_heads * parts,)](
+        *rows[1:],
+        phi,
+        sums,
         window_factor,
         sink_logits,
         places,
         kv_heads,
-        in_log2(params.scale_of(q)),
-        in_log2(params.softcap),
+        splits,
         CAP=config.linear_length_cap,
-        SPLIT=split,
-        M=max(next_power_of_2(shape.REPEATS), LEAST),
-        **(_FLOAT32 if q.dtype == torch.float32 else _FEW if split > 1 else _MANY),
+        PARTS=parts,
+        M=group,
+        BS=joined_splits(group, shape.DB // parts),
+        **(_FLOAT32 if q.dtype == torch.float32 else _FEW if parts > 1 else _MANY),
         shape=shape,
         **early_launch(q.device),
     )
@@ -234,20 +251,7 @@ def _source(g, places):
     return head.to(tl.int64)
 
 
-# Before the step: features of the queries, and the tokens that leave the window.
-
-
-@triton.jit
-def _query_features(q, phi, maps, places, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
-    """phi [B, H, F] of one query head of M sequences."""
-    HALVES: tl.constexpr = shape.HALVES  # Triton 3.6 takes no field of a tuple as a static range
-    source = _source(head // shape.REPEATS, places) * shape.REPEATS + head % shape.REPEATS
-    first, stride = tile * M, tl.cast(q.b, tl.int64)
-    q_MD = load_rows(q.x + source * q.h, first, stride, batch, 0, shape.D, M, shape.DB)
-    weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
-    halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
-    for half in tl.static_range(HALVES):
-        store_rows(phi + head * shape.F + half * shape.P, halves[half], first, heads * shape.F, batch, 0, shape.P)
+# The first launch: features of the queries, the tokens that leave the window, sums of exact keys.
 
 
 @triton.jit
@@ -267,16 +271,6 @@ def _fold_piece(k_NP, v_ND, S, P: tl.constexpr, D: tl.constexpr, PB: tl.constexp
 
 
 @triton.jit
-def _load_keys(pointer, row_N, there_N, column, kind: tl.constexpr, COLUMNS: tl.constexpr, shape: tl.constexpr):
-    """Tile [N, COLUMNS] of keys or values in memory, 8 bits or not, in the type `kind`; zero where nothing is there."""
-    if pointer.dtype.element_ty == tl.int8:
-        return load_packed(pointer, row_N, there_N, column, shape.D, COLUMNS).to(kind)
-    column_C = column + tl.arange(0, COLUMNS)
-    mask = there_N[:, None] & (column_C < shape.D)[None, :]
-    return tl.load(pointer + row_N[:, None] * shape.D + column_C[None, :], mask=mask, other=0.0).to(kind)
-
-
-@triton.jit
 def _fold(keys, values, maps, S, z, head, slot, first, kind: tl.constexpr, COUNT: tl.constexpr, shape: tl.constexpr):
     """Add COUNT tokens, of which the first has position `first` and lies in `slot`, to S and z of a head in memory."""
     HALVES: tl.constexpr = shape.HALVES
@@ -286,8 +280,11 @@ def _fold(keys, values, maps, S, z, head, slot, first, kind: tl.constexpr, COUNT
     weight_DP = load_weight(maps.k_weight, head, kind, shape)
     for begin in tl.range(0, COUNT, ROWS):
         offset = begin + tl.arange(0, ROWS)
-        k_ND = _load_keys(keys, slot + offset, offset < COUNT, 0, kind, shape.DB, shape)
-        v_ND = _load_keys(values, slot + offset, offset < COUNT, 0, kind, shape.DB, shape)
+        k_ND, k_factor_N = load_tokens(keys, slot + offset, offset < COUNT, D, D, shape.DB)
+        v_ND, v_factor_N = load_tokens(values, slot + offset, offset < COUNT, D, D, shape.DB)
+        if k_ND.dtype == tl.int8:
+            k_ND = (k_ND.to(tl.float32) * k_factor_N[:, None]).to(kind)
+            v_ND = (v_ND.to(tl.float32) * v_factor_N[:, None]).to(kind)
         halves = features(project(k_ND, weight_DP, maps.k_bias, head, shape), shape)
         leaves = (offset < COUNT) & (first + offset >= shape.SINKS)
         for half in tl.static_range(HALVES):
@@ -310,11 +307,10 @@ def _clear(x, SIZE: tl.constexpr):
 def _leave(k, v, maps, places, b, head, kind: tl.constexpr, shape: tl.constexpr):
     """One state of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
-    D: tl.constexpr = shape.D
     C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
     COUNT: tl.constexpr = 1 if shape.SLIDING else W
     state = places.state
-    SIZE: tl.constexpr = shape.F * D
+    SIZE: tl.constexpr = shape.F * shape.D
     strides, head_strides = places.strides, places.head_strides
     real, place = _place(b, places)
     if real:
@@ -349,96 +345,147 @@ def _changes(places, b_N, batch, shape: tl.constexpr):
     return (there_N & changes_N).to(tl.int32)
 
 
+@triton.jit
+def _rounded(x_D, places):
+    """A new key or value, where the state keeps 8 bits as these say."""
+    if places.state.k.dtype.element_ty == tl.int8:
+        factor = factor_of(x_D.to(tl.float32))
+        return (levels_of(x_D.to(tl.float32), factor) * factor).to(x_D.dtype)
+    return x_D
+
+
+@triton.jit
+def _ring_and_sinks(places, place, g):
+    """Where a key/value head's ring and sinks begin in memory."""
+    ring = place * places.strides.ring + g.to(tl.int64) * places.head_strides.ring
+    sink = place * places.strides.sinks + g.to(tl.int64) * places.head_strides.sinks
+    if places.state.k.dtype.element_ty == tl.int8:  # else they would be read byte by byte
+        ring, sink = tl.multiple_of(ring, 4), tl.multiple_of(sink, 4)
+    return ring, sink
+
+
+@triton.jit
+def _sum_split(
+    q, k, v, sums, places, number, kv_heads, splits, scale, softcap, M: tl.constexpr, BN: tl.constexpr, shape
+):
+    """Softmax sums of the query heads of one key/value head over one of the splits of the window; the first split has
+    the token itself, from the arguments, and the sinks, too."""
+    W: tl.constexpr = shape.W
+    SINKS: tl.constexpr = shape.SINKS
+    REPEATS: tl.constexpr = shape.REPEATS
+    D: tl.constexpr = shape.D
+    DB: tl.constexpr = shape.DB
+    split = number % splits
+    g = number // splits % kv_heads
+    b = (number // splits // kv_heads).to(tl.int64)
+    real, place = _place(b, places)
+    if real:
+        at = tl.load(places.state.position + b).to(tl.int32)
+        source = _source(g, places)
+        first_head = source * REPEATS
+        q_MD = load_rows(q.x + b * q.b, first_head, tl.cast(q.h, tl.int64), first_head + REPEATS, 0, D, M, DB)
+        ring, sink = _ring_and_sinks(places, place, g)
+        acc = tl.zeros([M, DB], tl.float32)
+        total = tl.zeros([M], tl.float32)
+        top = tl.full([M], float("-inf"), tl.float32)
+        if split == 0:
+            if (W > 0) | (at < SINKS):
+                k_D = _rounded(load_vector(k.x + b * k.b + source * k.h, D, DB), places)
+                v_D = _rounded(load_vector(v.x + b * v.b + source * v.h, D, DB), places)
+                score = tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1)
+                top = scaled_scores(score, scale, softcap)
+                total += 1.0
+                acc += v_D.to(tl.float32)[None, :]
+            if SINKS > 0:
+                slot_S = tl.arange(0, shape.SB)
+                seen_S = (slot_S < SINKS) & (slot_S < at)
+                sink_k, sink_v = places.state.sink_k + sink, places.state.sink_v + sink
+                acc, total, top = add_tokens(
+                    q_MD, sink_k, sink_v, slot_S, seen_S, D, D, acc, total, top, scale, softcap, D
+                )
+        if W > 0:
+            start = tl.maximum(at - W + 1 if shape.SLIDING else (at // W - shape.BLOCKS + 1) * W, SINKS)
+            slots = W if shape.SLIDING else W * shape.BLOCKS
+            ring_k, ring_v = places.state.k + ring, places.state.v + ring
+            acc, total, top = add_split(
+                q_MD, ring_k, ring_v, D, D, split, splits, at - 1, start, slots, acc, total, top, scale, softcap, BN, D
+            )
+        store_split(sums, (b * kv_heads + g) * REPEATS, split, splits, acc, total, top, REPEATS, D)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def prepare_kernel(
     q,
     k,
     v,
     phi,  # [B, H, F] of the queries
+    sums,
     maps,
     places,
     batch,
     kv_heads,
-    M: tl.constexpr,  # sequences of a tile
+    tiles,
+    folding,  # programs that fold
+    splits,
+    scale,  # of the scores, times log2(e)
+    softcap,  # of the scores, times log2(e), or None
+    MS: tl.constexpr,  # sequences of a tile of features
+    MH: tl.constexpr,  # rows of a tile of heads, at least the query heads of a key/value head
+    BN: tl.constexpr,
     EARLY: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """The first programs: features of one query head of M sequences. Each other one: some of the states that change.
+    """The first programs: features of one query head of many sequences. Then those that fold, then splits of keys.
 
     Where sequences are at different places of their blocks, some of them fold in every step, and all wait for these.
     Numbered one after another, the states that change are dealt out to the programs; most have none of them to do.
     """
     wait_for_inputs(EARLY)
-    tiles = tl.cdiv(batch, M)
     heads = kv_heads * shape.REPEATS
     program = tl.program_id(0)
-    if program < tiles * heads:
-        _query_features(q, phi, maps, places, program % tiles, program // tiles, heads, batch, M, shape)
-    else:
-        states = kv_heads * shape.SHARES
-        number = program - tiles * heads
-        end = 0
-        for first in tl.range(0, batch, _SEQUENCES):
-            changes_N = _changes(places, first + tl.arange(0, _SEQUENCES), batch, shape)
-            begin = end
-            end += tl.sum(changes_N, 0) * states
-            if number < end:
-                changed_N = tl.cumsum(changes_N, 0)
-                while number < end:
-                    before = tl.sum((changed_N <= (number - begin) // states).to(tl.int32), 0)
-                    b = (first + before).to(tl.int64)
-                    _leave(k, v, maps, places, b, (number - begin) % states, q.x.dtype.element_ty, shape)
-                    number += tl.num_programs(0) - tiles * heads
+    other = program - tiles * heads
+    if other >= folding:
+        if (shape.W > 0) | (shape.SINKS > 0):
+            _sum_split(q, k, v, sums, places, other - folding, kv_heads, splits, scale, softcap, MH, BN, shape)
+    elif shape.MAP != "none":
+        if other < 0:
+            HALVES: tl.constexpr = shape.HALVES  # Triton 3.6 takes no field of a tuple as a static range
+            head, first_b = program // tiles, program % tiles * MS
+            source = _source(head // shape.REPEATS, places) * shape.REPEATS + head % shape.REPEATS
+            q_MD = load_rows(q.x + source * q.h, first_b, tl.cast(q.b, tl.int64), batch, 0, shape.D, MS, shape.DB)
+            weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
+            halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
+            for half in tl.static_range(HALVES):
+                phi_half = phi + head * shape.F + half * shape.P
+                store_rows(phi_half, halves[half], first_b, heads * shape.F, batch, 0, shape.P)
+        else:
+            states = kv_heads * shape.SHARES
+            number = other
+            end = 0
+            for first in tl.range(0, batch, _SEQUENCES):
+                changes_N = _changes(places, first + tl.arange(0, _SEQUENCES), batch, shape)
+                begin = end
+                end += tl.sum(changes_N, 0) * states
+                if number < end:
+                    changed_N = tl.cumsum(changes_N, 0)
+                    while number < end:
+                        before = tl.sum((changed_N <= (number - begin) // states).to(tl.int32), 0)
+                        b = (first + before).to(tl.int64)
+                        _leave(k, v, maps, places, b, (number - begin) % states, q.x.dtype.element_ty, shape)
+                        number += folding
 
 
-# The step.
-
-
-@triton.jit
-def _add_token(q_MD, sees_M, k_D, v_V, acc, total, top, scale, softcap):
-    """Running sums after one more key, of which rows see it or not."""
-    score = scaled_scores(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), scale, softcap)
-    score = tl.where(sees_M, score, float("-inf"))
-    top, finite_top, fade = fade_sums(top, score)
-    weight = tl.exp2(score - finite_top)
-    total = total * fade + weight
-    acc = acc * fade[:, None] + weight[:, None] * v_V.to(tl.float32)[None, :]
-    return acc, total, top
-
-
-@triton.jit
-def _add_slots(
-    q_MD,
-    there_M,  # rows that are query heads
-    keys,
-    values,
-    slot_N,
-    seen_N,  # slots that are seen; others are not read
-    first,  # column of the values
-    acc,
-    total,
-    top,
-    scale,
-    softcap,
-    COLUMNS: tl.constexpr,
-    shape: tl.constexpr,
-):
-    """Running sums after a tile of the keys and values [slots, D] in memory."""
-    k_ND = _load_keys(keys, slot_N, seen_N, 0, q_MD.dtype, shape.DB, shape)
-    v_NV = _load_keys(values, slot_N, seen_N, first, q_MD.dtype, COLUMNS, shape)
-    sees_MN = seen_N[None, :] & there_M[:, None]
-    return add_keys(q_MD, sees_MN, k_ND, v_NV, acc, total, top, scale, softcap)
+# The second launch: the output.
 
 
 @triton.jit
-def _store_token(key, value, k_D, v_V, factor_k, factor_v, column_V, own, D: tl.constexpr):
-    """The `own` first entries of the new key, and some columns of the value; in 8 bits with their factors."""
-    column, one = tl.arange(0, k_D.shape[0]), tl.arange(0, 1)
-    tl.store(key + column, k_D.to(key.dtype.element_ty), mask=column < own)
-    tl.store(value + column_V, v_V.to(value.dtype.element_ty), mask=column_V < D)
-    if key.dtype.element_ty == tl.int8:
-        tl.store((key + D).to(tl.pointer_type(tl.float32)) + one, factor_k, mask=one < own)
-        tl.store((value + D).to(tl.pointer_type(tl.float32)) + one, factor_v, mask=one < own)
+def _store_token(to, x_D, D: tl.constexpr):
+    """A new key or value into its slot, in 8 bits with its factor."""
+    if to.dtype.element_ty == tl.int8:
+        factor = factor_of(x_D.to(tl.float32))
+        x_D = levels_of(x_D.to(tl.float32), factor)
+        tl.store((to + D).to(tl.pointer_type(tl.float32)), factor)
+    store_vector(to, x_D.to(to.dtype.element_ty), D)
 
 
 @triton.jit
@@ -461,21 +508,20 @@ def _add_state(phi_M, there_M, S, z, column_V, acc, total, BF: tl.constexpr, sha
 
 @triton.jit(do_not_specialize=SIZES)
 def step_kernel(
-    q,
     k,
     v,
-    phi,  # [B, H, F] of the queries, or None
     y,
+    phi,  # [B, H, F] of the queries, or None
+    sums,
     window_factor,
     sink_logits,
     places,
     kv_heads,
-    scale,  # of the scores, times log2(e)
-    softcap,  # of the scores, times log2(e), or None
+    splits,
     CAP: tl.constexpr,  # the linear length cap
-    SPLIT: tl.constexpr,  # programs that divide the columns of the values
+    PARTS: tl.constexpr,  # programs that divide the columns of the values
     M: tl.constexpr,  # rows of a tile, at least the query heads of a key/value head
-    BN: tl.constexpr,
+    BS: tl.constexpr,
     BF: tl.constexpr,
     EARLY: tl.constexpr,
     shape: tl.constexpr,
@@ -483,31 +529,19 @@ def step_kernel(
     """One program: one token of one sequence, the query heads of one key/value head, some columns of the output."""
     wait_for_inputs(EARLY)
     W: tl.constexpr = shape.W
-    SINKS: tl.constexpr = shape.SINKS
-    F: tl.constexpr = shape.F
     D: tl.constexpr = shape.D
-    DB: tl.constexpr = shape.DB
     REPEATS: tl.constexpr = shape.REPEATS
-    SLIDING: tl.constexpr = shape.SLIDING
-    SHARES: tl.constexpr = shape.SHARES
-    C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
-    V: tl.constexpr = DB // SPLIT  # columns of the values
-    PACKED: tl.constexpr = places.state.k.dtype.element_ty == tl.int8
-    ROW: tl.constexpr = D + 4 if PACKED else D  # bytes or entries of a key in memory
-    part = tl.program_id(0) % SPLIT
-    g = tl.program_id(0) // SPLIT % kv_heads
-    b = (tl.program_id(0) // SPLIT // kv_heads).to(tl.int64)
+    V: tl.constexpr = shape.DB // PARTS  # columns of the values
+    part = tl.program_id(0) % PARTS
+    g = tl.program_id(0) // PARTS % kv_heads
+    b = (tl.program_id(0) // PARTS // kv_heads).to(tl.int64)
     row = tl.arange(0, M)
     there = row < REPEATS
     row_h = g * REPEATS + row
+    row_bh = b * kv_heads * REPEATS + row_h
     state, strides, head_strides, own_g = places.state, places.strides, places.head_strides, g.to(tl.int64)
     source = _source(g, places)
-    source_h = source * REPEATS + row
-    column = tl.arange(0, DB)
-    first = part * V
-    column_V = first + tl.arange(0, V)
-    in_tile = there[:, None] & (column < D)[None, :]
-    q_MD = tl.load(q.x + b * q.b + source_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
+    column_V = part * V + tl.arange(0, V)
     acc = tl.zeros([M, V], tl.float32)
     total = tl.zeros([M], tl.float32)
 
@@ -515,44 +549,8 @@ def step_kernel(
     if real:
         # The upper half of the number counts the programs that are done with this sequence, see below.
         at = tl.load(state.position + b).to(tl.int32)
-        new_k, new_v = k.x + b * k.b + source * k.h, v.x + b * v.b + source * v.h
-        k_D = tl.load(new_k + column, mask=column < D, other=0.0)
-        v_V = tl.load(new_v + column_V, mask=column_V < D, other=0.0)
-        stored_k, stored_v, factor_k, factor_v = k_D, v_V, 0.0, 0.0
-        if PACKED:  # the token itself is rounded, too, as all that a pass reads
-            factor_k = factor_of(k_D.to(tl.float32))
-            factor_v = factor_of(tl.load(new_v + column, mask=column < D, other=0.0).to(tl.float32))
-            stored_k, stored_v = levels_of(k_D.to(tl.float32), factor_k), levels_of(v_V.to(tl.float32), factor_v)
-            k_D, v_V = (stored_k * factor_k).to(q_MD.dtype), (stored_v * factor_v).to(q_MD.dtype)
-        ring = place * strides.ring + own_g * head_strides.ring
-        sink = place * strides.sinks + own_g * head_strides.sinks
-        if PACKED:  # else they would be read byte by byte
-            ring, sink = tl.multiple_of(ring, 4), tl.multiple_of(sink, 4)
-        ring_k, ring_v, sink_k, sink_v = state.k + ring, state.v + ring, state.sink_k + sink, state.sink_v + sink
-
-        # Exact keys: this token from the arguments, first tokens from the sinks, then the window.
-        if W > 0 or SINKS > 0:
-            top = tl.full([M], float("-inf"), tl.float32)
-            if sink_logits is not None:
-                top = tl.where(there, tl.load(sink_logits + row_h, mask=there, other=0.0).to(tl.float32) * _LOG2_E, top)
-                total += 1.0
-            sees = there & ((W > 0) | (at < SINKS))
-            acc, total, top = _add_token(q_MD, sees, k_D, v_V, acc, total, top, scale, softcap)
-            if SINKS > 0:
-                slot_S = tl.arange(0, shape.SB)
-                seen_S = (slot_S < SINKS) & (slot_S < at)
-                acc, total, top = _add_slots(
-                    q_MD, there, sink_k, sink_v, slot_S, seen_S, first, acc, total, top, scale, softcap, V, shape
-                )
-            if W > 0:
-                start = tl.maximum(at - W + 1 if SLIDING else (at // W - shape.BLOCKS + 1) * W, SINKS)
-                for begin in tl.range(0, C, BN):
-                    slot = begin + tl.arange(0, BN)
-                    held = at - 1 - (at - 1 + C - slot) % C  # position of the token in the slot; negative: none
-                    seen_N = (slot < C) & (held >= start)
-                    acc, total, top = _add_slots(
-                        q_MD, there, ring_k, ring_v, slot, seen_N, first, acc, total, top, scale, softcap, V, shape
-                    )
+        if (W > 0) | (shape.SINKS > 0):
+            acc, total = join_splits(sums, row_bh, there, splits, sink_logits, row_h, column_V, D, BS)
             weighs = tl.sigmoid(tl.load(window_factor + row_h, mask=there, other=0.0).to(tl.float32))
             if CAP > 0:
                 weighs *= tl.maximum((at + 1).to(tl.float32) / CAP, 1.0)
@@ -560,28 +558,34 @@ def step_kernel(
             total *= weighs
 
         if shape.MAP != "none":
-            for s in tl.range(0, SHARES):
-                mine = there if SHARES == 1 else row == s
-                S = state.S + place * strides.S + own_g * head_strides.S + s * F * D
-                z = state.z + place * strides.z + own_g * head_strides.z + s * F
-                phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
-                acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
+            for s in tl.range(0, shape.SHARES):
+                mine = there if shape.SHARES == 1 else row == s
+                S = state.S + place * strides.S + own_g * head_strides.S + s * shape.F * D
+                z = state.z + place * strides.z + own_g * head_strides.z + s * shape.F
+                acc, total = _add_state(phi + row_bh * shape.F, mine, S, z, column_V, acc, total, BF, shape)
 
-        tl.debug_barrier()  # all threads have read the slot and the position
-        own = tl.where(part == 0, D, 0)  # one of the programs writes the keys
-        if W > 0:
-            slot = at % C * ROW
-            _store_token(ring_k + slot, ring_v + slot, stored_k, stored_v, factor_k, factor_v, column_V, own, D)
-        if (SINKS > 0) & (at < SINKS):
-            slot = at * ROW
-            _store_token(sink_k + slot, sink_v + slot, stored_k, stored_v, factor_k, factor_v, column_V, own, D)
+        if part == 0:  # one of the programs writes the token
+            new_k = load_vector(k.x + b * k.b + source * k.h, D, shape.DB)
+            new_v = load_vector(v.x + b * v.b + source * v.h, D, shape.DB)
+            ROW: tl.constexpr = D + 4 if state.k.dtype.element_ty == tl.int8 else D
+            ring, sink = _ring_and_sinks(places, place, g)
+            if W > 0:
+                C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS
+                slot = ring + at % C * ROW
+                _store_token(state.k + slot, new_k, D)
+                _store_token(state.v + slot, new_v, D)
+            if at < shape.SINKS:
+                slot = sink + at * ROW
+                _store_token(state.sink_k + slot, new_k, D)
+                _store_token(state.sink_v + slot, new_v, D)
         # The position may change only when all programs of the sequence have read it: each counts itself in the
         # upper half, and the last one writes the new position over the count.
         if places.page is None:
+            tl.debug_barrier()  # all threads have read it
             done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
-            if done == kv_heads * SPLIT - 1:
+            if done == kv_heads * PARTS - 1:
                 tl.store(state.position + b, (at + 1).to(tl.int64))
 
     out = acc / tl.maximum(total, FLOOR)[:, None]
-    address = y.x + b * y.b + source_h[:, None] * y.h + column_V[None, :]
+    address = y.x + b * y.b + (source * REPEATS + row)[:, None] * y.h + column_V[None, :]
     tl.store(address, out.to(y.x.dtype.element_ty), mask=there[:, None] & (column_V < D)[None, :])

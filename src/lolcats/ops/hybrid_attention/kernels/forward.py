@@ -21,10 +21,11 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.operands import SIZES, Operands, cdiv, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
+    _LOG2_E,
     FLOOR,
-    add_scores,
     before_window,
     dot,
+    fade_sums,
     features,
     head_rows,
     in_window,
@@ -40,7 +41,6 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     query_tile,
     scaled_scores,
     sequence,
-    sink_logit,
     store_matrix,
     store_rows,
     store_vector,
@@ -323,7 +323,10 @@ def _add_keys(q_MD, keep, k_ND, v_ND, index, acc, total, top, arg, scale, softca
         at_top = (score == tile_top[:, None]) & keep
         tile_arg = tl.min(tl.where(at_top, index[None, :], 2147483647), 1)
         arg = tl.where(tile_top > top, tile_arg, arg)
-    acc, total, top = add_scores(score, v_ND, acc, total, top)
+    top, finite_top, fade = fade_sums(top, tl.max(score, 1))
+    weight = tl.exp2(score - finite_top[:, None])
+    total = total * fade + tl.sum(weight, 1)
+    acc = dot(weight.to(v_ND.dtype), v_ND, acc * fade[:, None])
     return acc, total, top, arg
 
 
@@ -378,7 +381,7 @@ def output_kernel(
     top = tl.full([C], float("-inf"), tl.float32)
     arg = tl.full([C], -1 - shape.SB, tl.int32)  # none
     if x.sink_logits is not None:
-        top = total + sink_logit(x.sink_logits, tile.h)
+        top = total + tl.load(x.sink_logits + tile.h).to(tl.float32) * _LOG2_E
         total += 1.0
 
     if shape.SINKS > 0:

@@ -26,7 +26,8 @@ from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 # Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1).
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Integer arguments that change from call to call: kernels are compiled once for all their values.
-SIZES = ("tokens", "chunks", "heads", "kv_heads", "sinks_there", "batch", "sequences", "rows", "splits", "tiles")
+_SIZES = "tokens chunks heads kv_heads sinks_there batch sequences rows splits tiles slots folding"
+SIZES = tuple(_SIZES.split())
 # Tokens between two stored states; a multiple of every key tile.
 STATE_CHUNK = 64
 LOG2_E = 1.4426950408889634

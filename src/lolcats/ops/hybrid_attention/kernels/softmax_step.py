@@ -1,10 +1,7 @@
-"""One token of softmax attention, in two launches: the decoding step of exact heads on a GPU.
+"""One token of softmax attention, in two launches: the decoding step of exact heads on a GPU, see `splits`.
 
-The keys of a row are split over several programs, so that few sequences fill the GPU too; a program takes one key/value
-head and reads each key once for all of its query heads. A second launch joins the splits' softmax sums (Flash-Decoding,
-https://pytorch.org/blog/flash-decoding). Keys and values are read where they lie, as far as each row's length says.
-Lengths are read on the device and the launches follow from shapes alone, so one CUDA graph serves all lengths.
-Importing this module needs Triton.
+Keys and values are read where they lie, as far as each row's length, on the device, says. Importing this module needs
+Triton.
 """
 
 from __future__ import annotations
@@ -14,22 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.operands import SIZES, cdiv, in_log2, is_wide, padded, rows
-from lolcats.ops.hybrid_attention.kernels.tiles import (
-    FLOOR,
-    add_keys,
-    fade_sums,
-    load_packed,
-    load_rows,
-    sink_logit,
-    store_rows,
+from lolcats.ops.hybrid_attention.kernels.operands import SIZES, in_log2, padded, rows
+from lolcats.ops.hybrid_attention.kernels.splits import (
+    Sums,
+    add_split,
+    join_splits,
+    joined_splits,
+    launch_of_splits,
+    splits_of_a_row,
+    store_split,
 )
-
-# Keys are split until there are this many programs, sixteen for each multiprocessor of a large GPU: rows of different
-# length, and a last wave that is not full, then cost little.
-ENOUGH_PROGRAMS = 2112
-LEAST_KEYS = 256  # of a split, in memory
-MOST_SPLITS = 128
+from lolcats.ops.hybrid_attention.kernels.tiles import FLOOR, load_rows, store_vector
 
 
 @torch.compiler.disable
@@ -51,42 +43,26 @@ def softmax_step(
     kv_heads, keys = k.shape[1:3]
     splits = splits_of_a_row(batch * kv_heads, keys)
     y = torch.empty_like(q)
-    acc = q.new_empty((batch, heads, splits, head_dim), dtype=torch.float32)
-    total, top = (q.new_empty((batch, heads, splits), dtype=torch.float32) for _ in range(2))
+    sums = Sums.empty(q, heads, splits)
     columns = padded(head_dim)
-    wide = is_wide(head_dim, q.dtype)
     split_kernel[(batch * kv_heads * splits,)](
         *(rows(x) for x in (q, k, v)),
         length,
-        acc,
-        total,
-        top,
+        sums,
         kv_heads,
         splits,
+        keys,
         in_log2(scale),
         in_log2(softcap),
         REPEATS=heads // kv_heads,
-        PACKED=k.dtype == torch.int8,
         D=head_dim,
         DB=columns,
         M=padded(heads // kv_heads),
-        BN=32 if wide else 64,
-        num_warps=4,
-        num_stages=2 if wide else 3,
+        **launch_of_splits(q),
     )
-    sums = (acc, total, top, sink_logits, rows(y), heads, splits)
-    join_kernel[(batch * heads,)](*sums, D=head_dim, DB=columns, BS=16, num_warps=4)
+    join = {"BS": joined_splits(1, columns), "num_warps": 4}
+    join_kernel[(batch * heads,)](sums, sink_logits, rows(y), heads, splits, D=head_dim, DB=columns, **join)
     return y
-
-
-def splits_of_a_row(rows: int, keys: int) -> int:
-    """How many programs share the keys of one row and key/value head.
-
-    Args:
-        rows: sequences times key/value heads.
-        keys: of a row, at most.
-    """
-    return min(cdiv(ENOUGH_PROGRAMS, rows), max(cdiv(keys, LEAST_KEYS), 1), MOST_SPLITS)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -95,15 +71,13 @@ def split_kernel(
     k,
     v,
     length,
-    acc,  # [B, H, splits, D]
-    total,  # [B, H, splits]
-    top,  # [B, H, splits]
+    sums,
     kv_heads,
     splits,
+    slots,
     scale,  # of the scores, times log2(e)
     softcap,  # of the scores, times log2(e), or None
     REPEATS: tl.constexpr,
-    PACKED: tl.constexpr,
     D: tl.constexpr,
     DB: tl.constexpr,
     M: tl.constexpr,  # rows of the tile, at least REPEATS
@@ -114,66 +88,28 @@ def split_kernel(
     bg = (tl.program_id(0) // splits).to(tl.int64)
     b = bg // kv_heads
     g = bg % kv_heads
-    keys = tl.load(length + b).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(keys, splits), BN) * BN
-    begin = split * share
-    end = tl.minimum(begin + share, keys)
+    last = tl.load(length + b).to(tl.int32) - 1
     first_head = g * REPEATS
     q_MD = load_rows(q.x + b * q.b, first_head, tl.cast(q.h, tl.int64), first_head + REPEATS, 0, D, M, DB)
     k_head = b * k.b + g * k.h
     v_head = b * v.b + g * v.h
-    if PACKED:  # else they would be read byte by byte
+    if k.x.dtype.element_ty == tl.int8:  # else they would be read byte by byte
         k_head, v_head = tl.multiple_of(k_head, 4), tl.multiple_of(v_head, 4)
     k_head, v_head = k.x + k_head, v.x + v_head
-    sum_MD = tl.zeros([M, DB], tl.float32)
-    total_M = tl.zeros([M], tl.float32)
-    top_M = tl.full([M], float("-inf"), tl.float32)
-    for key in tl.range(begin, end, BN):
-        at_N = key + tl.arange(0, BN)
-        if PACKED:
-            k_ND = load_packed(k_head, at_N, at_N < end, 0, D, DB).to(q_MD.dtype)
-            v_ND = load_packed(v_head, at_N, at_N < end, 0, D, DB).to(q_MD.dtype)
-        else:
-            k_ND = load_rows(k_head, key, k.t, end, 0, D, BN, DB)
-            v_ND = load_rows(v_head, key, v.t, end, 0, D, BN, DB)
-        sees_1N = (at_N < end)[None, :]
-        sum_MD, total_M, top_M = add_keys(q_MD, sees_1N, k_ND, v_ND, sum_MD, total_M, top_M, scale, softcap)
-    first = bg * REPEATS * splits + split
-    row = tl.arange(0, M)
-    store_rows(acc + first * D, sum_MD, split * 0, splits * D, REPEATS, 0, D)
-    tl.store(total + first + row * splits, total_M, mask=row < REPEATS)
-    tl.store(top + first + row * splits, top_M, mask=row < REPEATS)
+    acc = tl.zeros([M, DB], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    acc, total, top = add_split(
+        q_MD, k_head, v_head, k.t, v.t, split, splits, last, 0, slots, acc, total, top, scale, softcap, BN, D
+    )
+    store_split(sums, bg * REPEATS, split, splits, acc, total, top, REPEATS, D)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def join_kernel(
-    acc,
-    total,
-    top,
-    sink_logits,
-    y,
-    heads,
-    splits,
-    D: tl.constexpr,
-    DB: tl.constexpr,
-    BS: tl.constexpr,
-):
+def join_kernel(sums, sink_logits, y, heads, splits, D: tl.constexpr, DB: tl.constexpr, BS: tl.constexpr):
     """One program: the sums of one row and query head over all splits, and its output."""
+    head_1 = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    acc, total = join_splits(sums, head_1, head_1 >= 0, splits, sink_logits, head_1 % heads, tl.arange(0, DB), D, BS)
+    y_D = tl.sum(acc / tl.maximum(total, FLOOR)[:, None], 0)
     bh = tl.program_id(0).to(tl.int64)
-    sum_1D = tl.zeros([1, DB], tl.float32)
-    total_1 = tl.zeros([1], tl.float32)
-    top_1 = tl.full([1], float("-inf"), tl.float32)
-    if sink_logits is not None:
-        top_1 = total_1 + sink_logit(sink_logits, bh % heads)
-        total_1 += 1.0
-    for first in tl.range(0, splits, BS):
-        split = first + tl.arange(0, BS)
-        top_S = tl.load(top + bh * splits + split, mask=split < splits, other=float("-inf"))
-        total_S = tl.load(total + bh * splits + split, mask=split < splits, other=0.0)
-        sum_SD = load_rows(acc + bh * splits * D, first, D, splits, 0, D, BS, DB)
-        top_1, finite_top, fade = fade_sums(top_1, tl.max(top_S, 0))
-        weight_S = tl.exp2(top_S - finite_top)
-        total_1 = total_1 * fade + tl.sum(weight_S * total_S, 0)
-        sum_1D = sum_1D * fade[:, None] + tl.sum(weight_S[:, None] * sum_SD, 0)[None, :]
-    y_1D = sum_1D / tl.maximum(total_1, FLOOR)[:, None]
-    store_rows(y.x + bh // heads * y.b + bh % heads * y.h, y_1D, splits * 0, y.t, 1, 0, D)
+    store_vector(y.x + bh // heads * y.b + bh % heads * y.h, y_D.to(y.x.dtype.element_ty), D)

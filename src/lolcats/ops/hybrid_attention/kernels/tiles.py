@@ -66,20 +66,6 @@ def levels_of(x, factor):
 
 
 @triton.jit
-def load_packed(pointer, row_N, there_N, column, D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tile [N, COLUMNS] of keys or values in 8 bits, rows of D int8 and a float32, from `column` on; zero where nothing
-    is there."""
-    col = column + tl.arange(0, COLUMNS)
-    place_N = row_N.to(tl.int64) * (D + 4)
-    factor_N = tl.load((pointer + place_N + D).to(tl.pointer_type(tl.float32)), mask=there_N, other=0.0)
-    mask = there_N[:, None]
-    if D % COLUMNS != 0:
-        mask = mask & (col < D)[None, :]
-    x_ND = tl.load(pointer + place_N[:, None] + col[None, :], mask=mask, other=0.0)
-    return x_ND.to(tl.float32) * factor_N[:, None]
-
-
-@triton.jit
 def store_rows(pointer, tile, first, stride, limit, column, D: tl.constexpr):
     """The inverse of `load_rows`; rows from `limit` on are left alone."""
     row = tl.arange(0, tile.shape[0])
@@ -261,34 +247,11 @@ def scaled_scores(dots, scale, softcap):
 
 
 @triton.jit
-def sink_logit(sink_logits, head):
-    """The head's sink logit in units of log 2."""
-    return tl.load(sink_logits + head).to(tl.float32) * _LOG2_E
-
-
-@triton.jit
 def fade_sums(top, tile_top):
     """The maximum with new scores, the same where it is finite, and the factor of the sums so far."""
     new_top = tl.maximum(top, tile_top)
     finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet
     return new_top, finite_top, tl.exp2(top - finite_top)
-
-
-@triton.jit
-def add_keys(q_MD, sees_MN, k_ND, v_ND, acc, total, top, scale, softcap):
-    """Running sums [M, D], [M] and maxima [M] after a tile of keys and values."""
-    score = tl.where(sees_MN, scaled_scores(dot(q_MD, tl.trans(k_ND)), scale, softcap), float("-inf"))
-    return add_scores(score, v_ND, acc, total, top)
-
-
-@triton.jit
-def add_scores(score, v_ND, acc, total, top):
-    """The same, of their scores; minus infinity for keys that are not seen."""
-    top, finite_top, fade = fade_sums(top, tl.max(score, 1))
-    weight = tl.exp2(score - finite_top[:, None])
-    total = total * fade + tl.sum(weight, 1)
-    acc = dot(weight.to(v_ND.dtype), v_ND, acc * fade[:, None])
-    return acc, total, top
 
 
 # Feature maps.

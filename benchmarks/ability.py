@@ -1,4 +1,4 @@
-"""What a model still does: programs, sums, many-shot labels, MMLU, recall and perplexity, at several distances.
+"""What a model still does: programs, sums, labels, MMLU, long answers, recall and perplexity, at several distances.
 
     python benchmarks/ability.py MODEL... --data FOLDER --json FILE     (folders or hub ids, linearized or not)
 
@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +32,21 @@ from lolcats.evaluation.load import load_model
 from lolcats.evaluation.recall import recall_accuracy
 from lolcats.generation.engine import Engine
 from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.text import end_tokens
 from lolcats.modeling.cache_size import cache_bytes
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
+from lolcats.self_data import MOST_COMPRESSED
+
+LONG = 1000  # tokens of an answer before the part that `long` measures
+PLACES = "public library, bakery, railway station, chess club, hospital ward, garden, harbour, school, cinema, farm"
+FORMS = (
+    "Write a story of at least 2000 words that takes place in a {}. Tell it scene by scene, with much dialogue.",
+    "Write a handbook for people who want to run a {}: ten chapters, each of several paragraphs and with examples.",
+    "Write a complete Python program to manage a {}: at least eight classes, each with docstrings and error handling,"
+    " a menu for the terminal, and unit tests of every method. Show all of the code.",
+    "Describe a whole day in a {}, hour by hour from morning to midnight: who comes, what is said, what goes wrong.",
+)
 
 
 def rows(folder: Path, name: str, split: str) -> list[dict[str, Any]]:
@@ -43,8 +56,9 @@ def rows(folder: Path, name: str, split: str) -> list[dict[str, Any]]:
 
 def share(right: list[bool]) -> dict[str, float]:
     """Per cent, and its standard error."""
-    mean = sum(right) / len(right)
-    return {"percent": 100 * mean, "stderr": 100 * math.sqrt(mean * (1 - mean) / len(right)), "samples": len(right)}
+    count = max(1, len(right))
+    mean = sum(right) / count
+    return {"percent": 100 * mean, "stderr": 100 * math.sqrt(mean * (1 - mean) / count), "samples": len(right)}
 
 
 class Answers:
@@ -90,7 +104,9 @@ class Answers:
         settings |= {"return_dict_in_generate": True, "output_logits": "logprobs" in params}
         found = self.model.generate(**batch.to(self.model.device), **settings)
         results = []
+        ends = end_tokens(self.model)
         for row, ids in enumerate(found.sequences[:, batch["input_ids"].shape[1] :].tolist()):
+            ids = ids[: next((place for place, token in enumerate(ids, 1) if token in ends), len(ids))]
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             for stop in params.get("stop", ()):
                 text = text.partition(stop)[0]
@@ -189,6 +205,25 @@ def mmlu(answers: Answers, folder: Path, count: int) -> dict[str, float]:
     return share([place == row["answer"] for place, row in zip(picked, tasks, strict=True)])
 
 
+def ifeval(answers: Answers, folder: Path, count: int) -> dict[str, float]:
+    """Prompts of which all instructions are followed, by lm-eval's strict check."""
+    from lm_eval.tasks.ifeval.utils import process_results
+
+    tasks = rows(folder, "ifeval", "train")[:count]
+    results = answers([answers.chat(row["prompt"]) for row in tasks], 1280)
+    found = [process_results(row, [result.text]) for row, result in zip(tasks, results, strict=True)]
+    return share([each["prompt_level_strict_acc"] for each in found])
+
+
+def long_answers(answers: Answers, count: int) -> dict[str, float]:
+    """Up to 2048 tokens: of the answers that pass LONG tokens, those that do not repeat themselves from there on."""
+    prompts = [answers.chat(form.format(place)) for place in PLACES.split(", ") for form in FORMS][:count]
+    given = [result.token_ids for result in answers(prompts, 2048)]
+    tails = [answers.tokenizer.decode(ids[LONG:]).encode() for ids in given if len(ids) > LONG]
+    found = share([len(tail) <= MOST_COMPRESSED * len(zlib.compress(tail)) for tail in tails])
+    return found | {"mean_tokens": sum(map(len, given)) / len(given)}
+
+
 # --- text ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,16 +246,16 @@ def text_perplexity(model: Any, tokenizer: Any, folder: Path, length: int, token
 
 
 @torch.no_grad()
-def agreement(model: Any, given: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-    """On the teacher's greedy answers: per cent of tokens that are the likeliest here, too, and their loss."""
+def agreement(model: Any, given: list[tuple[list[int], list[int]]], first: int = 0) -> dict[str, float]:
+    """On the teacher's greedy answers from token `first`: per cent that are the likeliest here, too, and their loss."""
     same, total, loss = 0, 0, 0.0
     for prompt, answer in given:
         ids_1T = torch.tensor([prompt + answer], device=model.device)
-        logits_KV = model(input_ids=ids_1T, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
-        target_K = ids_1T[0, len(prompt) :]
+        target_K = ids_1T[0, len(prompt) + first :]
+        logits_KV = model(input_ids=ids_1T, use_cache=False, logits_to_keep=len(target_K) + 1).logits[0, :-1].float()
         same += int((logits_KV.argmax(-1) == target_K).sum())
         loss += torch.nn.functional.cross_entropy(logits_KV, target_K, reduction="sum").item()
-        total += len(answer)
+        total += len(target_K)
     return {"percent": 100 * same / total, "loss": loss / total, "tokens": total}
 
 
@@ -239,10 +274,10 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
     teacher: Path | None = options.teacher_answers
     kept: dict[str, Any] = json.loads(teacher.read_text()) if teacher and teacher.exists() else {}
-    writes = teacher is not None and not kept
+    writes = teacher is not None and not teacher.exists()
 
     def timed(name: str, run: Any, *arguments: Any, **named: Any) -> None:
-        if not re.match(options.only, name) or (bits and run in (text_perplexity, recall_accuracy)):
+        if not re.match(options.only, name) or (bits and run in (text_perplexity, recall_accuracy, agreement)):
             return
         begin = time.time()
         try:
@@ -251,8 +286,9 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
             found[name] = f"{type(error).__name__}: {error}"[:300]
         seconds[name] = round(time.time() - begin, 1)
         print(path, name, found[name], seconds[name], "s", flush=True)
-        if writes and run in (humaneval, gsm8k, labels):
-            kept[name] = [pair for pair in answers.given[: options.agreement] if pair[1]]
+        if writes and run in (humaneval, gsm8k, labels, long_answers):
+            first = LONG if run is long_answers else 0
+            kept[name] = [pair for pair in answers.given[: options.agreement] if len(pair[1]) > first]
 
     for length in options.lengths:
         if length <= reach:
@@ -267,9 +303,13 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     timed("gsm8k", gsm8k, answers, folder, 0, options.questions)
     timed("gsm8k_8shot", gsm8k, answers, folder, 8, options.questions)
     timed("mmlu", mmlu, answers, folder, options.mmlu)
+    timed("long", long_answers, answers, options.questions)
+    if (folder / "ifeval").is_dir():
+        timed("ifeval", ifeval, answers, folder, options.questions)
     answers.shutdown()
     answers = Answers(wrapped, tokenizer, options.long_slots, max(most, 12288), bits)
     timed("labels_120shot", labels, answers, folder, 120, options.labels)
+    timed("gsm8k_32shot", gsm8k, answers, folder, 32, options.questions)
     for before in options.before:
         timed(f"humaneval_{before}", humaneval, answers, folder, before, options.programs)
     answers.shutdown()
@@ -277,7 +317,7 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
         teacher.write_text(json.dumps(kept))
     else:
         for name, given in kept.items():
-            timed(f"agreement_{name}", agreement, wrapped, given)
+            timed(f"agreement_{name}", agreement, wrapped, given, LONG if name == "long" else 0)
     return found | {"seconds": seconds}
 
 

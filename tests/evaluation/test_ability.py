@@ -94,6 +94,19 @@ def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, ch
     assert [prompt.count("<assistant>") for prompt in prompts] == [1] * 3 + [3] * 3
 
 
+def test_all_instructions_of_a_prompt_count(tmp_path, softmax_model, chat_tokenizer, monkeypatch):
+    monkeypatch.setattr("nltk.download", lambda name: False)  # only two kinds of instructions need its data
+    names, words = ["punctuation:no_comma", "length_constraints:number_words"], {"relation": "at least", "num_words": 3}
+    rows = [{"key": n, "prompt": "Go on.", "instruction_id_list": names[:n], "kwargs": [{}, words][:n]} for n in (1, 2)]
+    (tmp_path / "ifeval").mkdir()
+    (tmp_path / "ifeval/train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for said, value in (("two words", 0.5), ("three words, comma", 0), ("three words here", 1)):
+        given = (tmp_path, softmax_model, chat_tokenizer, monkeypatch)
+        found, prompts = measure(["ifeval"], lambda _, said=said: said, *given)
+        assert found["ifeval"]["value"] == value
+        assert prompts == ["<user>Go on.<end><assistant>"] * 2
+
+
 def test_many_shot_labels(tmp_path):
     rows = [{"subject": subject, "question": f"{subject} {n}"} for subject in "abcdefgh" for n in range(9)]
     (tmp_path / "mmlu").mkdir()

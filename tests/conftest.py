@@ -172,9 +172,9 @@ def without_masks(monkeypatch):
 
     calls, right = [], softmax.window_attention
 
-    def called(q, *rest, gap, **given):
-        calls.append((gap, q.shape[2]))
-        return right(q, *rest, gap=gap, **given)
+    def called(q, k, v, window, sinks, **given):
+        calls.append((k.shape[2] - q.shape[2] >= max(sinks, 1), q.shape[2]))
+        return right(q, k, v, window, sinks, **given)
 
     def plain_window(q, k, v, window, scale):
         """What FlashAttention's window computes, with the logarithms of its sums."""

@@ -63,6 +63,40 @@ def test_masks_that_linear_attention_cannot_express_are_refused(make_linear, kit
         softmax_layer(input_ids[:, :1], attention_mask=torch.zeros(1, 1).long(), past_key_values=cache)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["llama3", "mixtral", "qwen3-next"])
+def test_padding_is_taken_out_at_the_entry_and_put_back(kit, family, side):
+    """Of all that the decoder returns, and of gradients; layers of hybrid models know no sequences in a row."""
+    model, (tokens, mask) = (
+        kit.linearized(kit.build(family), window_size=3),
+        (kit.tokens(2, 9), kit.padding([9, 5], 9, side)),
+    )
+    shapes, embedded = [], model.get_input_embeddings()(tokens).detach().requires_grad_()
+    for layer in model.get_decoder().layers:
+        layer.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape[:2]))
+    returned = {"output_hidden_states": True} | ({"output_router_logits": True} if family == "mixtral" else {})
+    found = model(inputs_embeds=embedded, attention_mask=mask, use_cache=False, **returned)
+    assert set(shapes) == {(2, 9) if family == "qwen3-next" else (1, 14)}
+    real, alone = mask.bool(), tokens[1, mask[1].bool()][None]
+    expected = model(alone, use_cache=False, **returned)
+    for hidden, one in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(hidden[1, real[1]], one[0], **TOLERANCE)
+    if family == "mixtral":
+        for logits, one in zip(found.router_logits, expected.router_logits, strict=True):
+            torch.testing.assert_close(logits.unflatten(0, (2, 9))[1, real[1]], one, **TOLERANCE)
+        assert found.aux_loss.isfinite()
+    found.logits[real].square().sum().backward()
+    assert (embedded.grad.abs().sum(-1) > 0).equal(real)
+
+
+@torch.no_grad()
+def test_a_piece_that_is_all_padding(make_linear, kit):
+    model, tokens, mask = make_linear(exact=["0.1", "1"]), kit.tokens(2, 9), kit.padding([5, 3], 9)
+    pieces, _ = kit.in_pieces(model, tokens, [3, 2, 4], mask)
+    whole = model(tokens, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(pieces[mask.bool()], whole[mask.bool()], **TOLERANCE)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama3", "gemma2", "gpt-oss", "gpt-neox"])
 def test_observers_see_what_the_layer_sees(kit, family):

@@ -1,4 +1,4 @@
-"""Softmax attention against its definition: windows, sinks, padding, documents, scores, queries after a past."""
+"""Softmax attention against its definition: windows, sinks, sequences in a row, scores, queries after a past."""
 
 import pytest
 import torch
@@ -8,20 +8,9 @@ from lolcats.modeling import softmax
 from lolcats.modeling.softmax import softmax_attention
 
 TOKENS = 33
-MASKS = {
-    "whole": {},
-    "left padding": {"mask": torch.arange(TOKENS) >= torch.tensor([[0], [14], [30]])},
-    "holes": {"mask": torch.rand(3, TOKENS, generator=torch.Generator().manual_seed(0)) > 0.4},
-    "documents": {"cu_seqlens": torch.tensor([0, 3, 17, 33, 66, 70, 99])},
-}
+LENGTHS = {"whole": [TOKENS], "sequences": [3, 14, 1, 0, 15], "many": [1] * 4 + [29]}
 SCORES = {"plain": {}, "softcap": {"softcap": 2.0}, "sink logits": {"sink_logits": torch.tensor([0.3, -1.0, 0.0, 2.0])}}
 WINDOWS = [(None, None), (4, None), (5, 2), (1, 0), (4, 7), (31, 1), (40, 1)]
-
-
-def attend(q, k, v, window, sinks, mask=None, **given):
-    if mask is not None:
-        given["position"] = torch.where(mask, mask.cumsum(1) - 1, -1)
-    return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **given)
 
 
 def random_qkv(device="cpu", dtype=torch.float32, head_dim=8, tokens=TOKENS, batch=3):
@@ -30,23 +19,27 @@ def random_qkv(device="cpu", dtype=torch.float32, head_dim=8, tokens=TOKENS, bat
 
 
 @pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("layout", MASKS)
+@pytest.mark.parametrize("layout", LENGTHS)
 @pytest.mark.parametrize(("window", "sinks"), WINDOWS)
 def test_softmax_attention_is_the_definition(window, sinks, layout, scores, monkeypatch):
+    """Of the last queries of each sequence, too."""
     monkeypatch.setattr(softmax, "QUERY_BLOCK", 8)
-    (q, k, v), given = random_qkv(), MASKS[layout] | SCORES[scores]
-    real = given.get("mask", torch.ones(3, TOKENS)).bool()[:, None, :, None]
-    expected = written_out(q, k, v, window=window, sinks=sinks, **given)
-    for past in (0,) if layout == "documents" else (0, 1, 20, TOKENS - 1):
-        for past_q in (q[:, :, past:], q[:, :, past:].clone().requires_grad_()):
-            y = attend(past_q, k, v, window, sinks, **given)
-            assert y.isfinite().all()
-            torch.testing.assert_close(
-                *(x * real[:, :, past:] for x in (y, expected[:, :, past:])), rtol=1e-4, atol=1e-5
-            )
-    if window is not None and window < 30:
-        wrong = attend(q, k, v, window + 1, sinks, **given)
-        assert ((wrong - expected) * real).abs().max() > 1e-3
+    (q, k, v), given, lengths = random_qkv(batch=3 if layout == "whole" else 1), SCORES[scores], LENGTHS[layout]
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    apart = {} if layout == "whole" else {"cu_seqlens": borders}
+    expected = written_out(q, k, v, window=window, sinks=sinks, **apart, **given)
+    place = torch.cat([torch.arange(n) for n in lengths])
+    for past in (0, 1, 12, max(lengths) - 1):
+        late = place >= past
+        if apart:
+            fewer = [0, *torch.tensor([max(n - past, 0) for n in lengths]).cumsum(0).tolist()]
+            apart = {"cu_seqlens": torch.tensor(fewer), "key_borders": borders.tolist()}
+        for past_q in (q[:, :, late], q[:, :, late].clone().requires_grad_()):
+            y = softmax_attention(past_q, k, v, sliding_window=window, sinks=sinks, **apart, **given)
+            torch.testing.assert_close(y, expected[:, :, late], rtol=1e-4, atol=1e-5)
+        if window is not None and window < 30 and past == 0 and layout != "many":
+            wrong = softmax_attention(q, k, v, sliding_window=window + 1, sinks=sinks, **apart, **given)
+            assert (wrong - expected).abs().max() > 1e-3
 
 
 @torch.no_grad()
@@ -57,9 +50,8 @@ def test_a_window_without_masks(window, sinks, past, without_masks):
     q, k, v = random_qkv()
     expected, place = written_out(q, k, v, window=window, sinks=sinks)[:, :, past:], torch.arange(TOKENS)
     kept = (place < sinks) | (place > past - window)
-    for keep, where in ((slice(None), {}), (kept, {"position": place[kept][None], "in_order": True})):
-        given = q[:, :, past:], k[:, :, keep], v[:, :, keep]
-        y = softmax_attention(*given, sliding_window=window, sinks=sinks, **where)
+    for keep in (slice(None), kept):
+        y = softmax_attention(q[:, :, past:], k[:, :, keep], v[:, :, keep], sliding_window=window, sinks=sinks)
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     assert len(without_masks) == 2
 
@@ -85,24 +77,15 @@ def test_on_a_gpu(head_dim, past, window, sinks):
 
 def test_gradients_are_those_of_the_definition():
     torch.manual_seed(0)
-    tensors = [torch.randn(2, 2, 24, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    given = {"sinks": 3, "mask": torch.arange(24) >= torch.tensor([[0], [9]])}
-    weight = torch.randn(2, 2, 24, 8, dtype=torch.float64) * given["mask"][:, None, :, None]
+    tensors = [torch.randn(1, 2, 39, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    given = {"sinks": 3, "cu_seqlens": torch.tensor([0, 24, 39])}
+    weight = torch.randn(1, 2, 39, 8, dtype=torch.float64)
 
     def gradients(y):
         return torch.autograd.grad((y * weight).sum(), tensors)
 
-    found = gradients(attend(*tensors, 6, **given))
+    found = gradients(softmax_attention(*tensors, sliding_window=6, **given))
     expected = gradients(written_out(*tensors, window=6, **given))
     torch.testing.assert_close(found, expected)
-    wrong = gradients(attend(*tensors, 7, **given))
+    wrong = gradients(softmax_attention(*tensors, sliding_window=7, **given))
     assert (wrong[1] - expected[1]).abs().max() > 1e-3
-
-
-def test_one_query_that_is_padding_is_finite():
-    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[1] = False
-    y = attend(q, k, v, None, None, mask)
-    assert y.isfinite().all()
-    torch.testing.assert_close(y[1], v[1, :, -1:].repeat_interleave(2, 0))  # it sees only itself

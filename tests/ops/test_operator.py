@@ -38,7 +38,6 @@ from kit import (
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack, unpack
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
-from lolcats.ops.packing import Packing
 
 chunked_module = import_module("lolcats.ops.hybrid_attention.chunked")
 BF16 = {"dtype": torch.bfloat16, "head_dim": 32, "columns": 16}
@@ -250,23 +249,6 @@ def test_long_inputs_are_cut_into_pieces(monkeypatch, config):
     expected = results(case, "reference", gradients=False, return_state=True)
     assert_near(results(case, "chunked", gradients=False, return_state=True), expected, torch.float64)
     assert_near({"y": case.run("chunked")[0]}, {"y": expected["output"]}, torch.float64)
-
-
-@pytest.mark.parametrize("kind", ["left", "right", "holes"])
-def test_padding_is_taken_out_and_put_back(kind):
-    """`Packing` of a padded batch: each row gets what it gets alone, wherever its padding is."""
-    case, place = make_case("terraced 4", 30, batch=3, dtype=torch.float64), torch.arange(30, device=DEVICE)
-    lost = torch.tensor([0, 9, 22], device=DEVICE)[:, None]
-    mask = {"left": place >= lost, "right": place < 30 - lost, "holes": place * 7 % 30 >= lost}[kind]
-    packing = Packing.of_mask(mask)
-    x = case.q.clone().requires_grad_()
-    row = replace(case, q=packing.pack(x), k=packing.pack(case.k), v=packing.pack(case.v))
-    y = packing.unpack(row.run("chunked", cu_seqlens=packing.cu_seqlens)[0], 3, 30)
-    assert_near({"y": y}, {"y": unpacked(alone(*packed(case, mask))[0], mask)}, torch.float64)
-    (gradient,) = torch.autograd.grad(y.square().sum(), x)
-    for tensor in (y, gradient):
-        assert not tensor.transpose(1, 2)[~mask].any()
-    assert Packing.of_mask(torch.ones_like(mask)) is None
 
 
 # --- decoding: single tokens from an empty state -----------------------------------------------------------------

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from lolcats.modeling.call import AttentionCall, Rows
 from lolcats.modeling.compiled import CompiledLayers
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.ops.packing import Packing
 
 DEFAULT_MAX_LENGTH = 4096
 # Prompts, or pieces of them, of so many tokens at most run from CUDA graphs: longer ones do not wait for the host.
@@ -124,25 +124,16 @@ class Runner:
         # A graph has one shape, but exact heads look back at as many tokens as there are.
         if captures and not (self.cache.places and self.cache.lengths[slots[0]]):
             return self._prefill_captured(slots[0], chunks[0])
-        token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
-        slot_B = torch.tensor(slots, device=self.device)
-        new_B = torch.tensor(counts, device=self.device)
-        before = {self.cache.lengths[slot] for slot in slots}
-        past = min(max(before), self.cache.places)
-        real_BT = torch.arange(longest, device=self.device) < new_B[:, None]
-        packing = Packing.of_mask(real_BT)
-        used = Rows(
-            past,
-            self.cache.length_S[slot_B],
-            None if packing is None else real_BT,
-            even=len(before) == 1 and packing is None,
-            right=True,
-            row_B=slot_B,
-            adjacent=slice(slots[0], slots[0] + 1) if len(slots) == 1 else None,
-            fresh=before == {0},
-            step=len(slots) == longest == 1,
-        )
-        logits_BV = self._forward(used, packing, token_BT)
+        slot_B, new_B = torch.tensor([slots, counts], device=self.device)
+        token_1N = torch.tensor([[*chain(*chunks)]], device=self.device)
+        before = [self.cache.lengths[slot] for slot in slots]
+        past, end = max(before), max(before) + longest
+        rows = Rows.packed([*zip(slots, before, strict=True)], counts, past, end, self.device)
+        ranges = [torch.arange(held, held + count) for held, count in zip(before, counts, strict=True)]
+        if len(slots) == 1:
+            adjacent = slice(slots[0], slots[0] + 1)
+            rows = Rows(past, end, None, slot_B, adjacent, fresh=rows.fresh, step=longest == 1)
+        logits_BV = self._forward(rows, token_1N, torch.cat(ranges)[None].to(self.device), new_B.cumsum(0) - 1)
         self.cache.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
             self.cache.lengths[slot] += count
@@ -162,10 +153,8 @@ class Runner:
 
         def run() -> Tensor:
             slot_1, past_1, new_1, token_T = self.prompt[: len(given)].split([1, 1, 1, width])
-            packing = Packing(pad(new_1, (1, 0)))
-            real_1T = torch.arange(width, device=self.device) < new_1[:, None]
-            rows = Rows(0, past_1, real_1T, even=False, right=True, row_B=slot_1, adjacent=None, fresh=fresh)
-            return self._forward(rows, packing, token_T[None])
+            rows = Rows(0, width, past_1, slot_1, adjacent=None, fresh=fresh, cu_seqlens=pad(new_1, (1, 0)).int())
+            return self._forward(rows, token_T[None], past_1 + torch.arange(width, device=self.device)[None], new_1 - 1)
 
         def run_nothing() -> None:
             """The slot stays as it is; where the pass is fresh, empty."""
@@ -206,10 +195,11 @@ class Runner:
     def _decode(self, rows: int, past: int) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         first, active_B = slice(0, rows), self.active_S[:rows]
-        tokens = self.cache.length_S[:rows].clone(), active_B[:, None]
-        used = Rows(past, *tokens, even=False, row_B=self.slot_S[:rows], adjacent=first, step=True)
+        length_B = self.cache.length_S[:rows].clone()
+        past_B = torch.where(active_B, length_B, -1)
+        used = Rows(past, past + 1, past_B, self.slot_S[:rows], first, step=True)
         with self.compiled.active():
-            logits_BV = self._forward(used, None, self.token_S[:rows, None])
+            logits_BV = self._forward(used, self.token_S[:rows, None], length_B[:, None], None)
         self.cache.length_S[:rows] += active_B
         return logits_BV
 
@@ -222,28 +212,20 @@ class Runner:
         finally:
             self.active_S.copy_(active_S)
 
-    def _forward(self, rows: Rows, packing: Packing | None, token_BT: Tensor) -> Tensor:
-        """Logits [B, V] after each row's last new token."""
-        batch, tokens = token_BT.shape
-        assert rows.past_B is not None
-        column_T = torch.arange(tokens, device=self.device)
+    def _forward(self, rows: Rows, token_BT: Tensor, position_BT: Tensor, last_N: Tensor | None) -> Tensor:
+        """Logits [N, V] after some of the tokens [1, T]; None: after all, of which there is one a row."""
         self.cache.begin(rows)
-        inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": rows.past_B[:, None] + column_T}
-        inputs["attention_call"] = AttentionCall(packing=packing, rows=rows)
-        if tokens == 1:
-            logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
-        else:
-            last_B = torch.full((batch,), tokens, device=self.device) if rows.real_BT is None else rows.real_BT.sum(1)
-            last_B = last_B + torch.arange(batch, device=self.device) * tokens - 1
+        inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": position_BT}
+        inputs |= {"attention_call": AttentionCall(rows=rows), "past_key_values": self.cache, "use_cache": True}
 
-            def pick(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-                """Before the head: `logits_to_keep` takes the same columns of all rows."""
-                return (args[0].flatten(0, 1)[last_B.to(args[0].device)][None],)
+        def pick(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            """Before the head."""
+            assert last_N is not None
+            return (args[0][:, last_N.to(args[0].device)],)
 
-            hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
-            try:
-                logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[0]
-            finally:
-                hook.remove()
+        with ExitStack() as changes:
+            if last_N is not None:
+                changes.callback(self.model.get_output_embeddings().register_forward_pre_hook(pick).remove)
+            logits = self.model(**inputs).logits
         self.cache.commit(rows)
-        return logits_BV
+        return logits[:, -1] if last_N is None else logits[0]

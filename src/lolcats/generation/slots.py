@@ -66,10 +66,7 @@ class SlotCache(Cache):
         for part in self.parts.values():
             part.tokens = rows.past
         if rows.step and self._parts(HybridCacheLayer):  # each layer's state counts its tokens
-            position_B = rows.past_B
-            assert position_B is not None
-            if rows.real_BT is not None:
-                position_B = torch.where(rows.real_BT[:, 0], position_B, -1)
+            position_B = rows.on(1, self.length_S.device)[0]
             copy_all([(part.state.position[rows.adjacent], position_B) for part in self._parts(HybridCacheLayer)])
 
     def commit(self, rows: Rows) -> None:

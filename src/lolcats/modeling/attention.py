@@ -17,13 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import ExactCacheLayer, recurrent_layers
-from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Rows
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Packing, Rows
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.state import needs_gradient
-from lolcats.ops.packing import Packing
 
 ATTENTION_NAME = "lolcats"
 _OWN_MASK = (
@@ -70,8 +69,12 @@ def lolcats_attention(
     linear_attention: Any = module._modules.get("linear_attention")  # `getattr` takes ten times as long
     index: Any = module.layer_idx
     hybrid = linear_attention is not None and call.mode == "hybrid"
-    packing = None if call.packing is None else call.packing.to(query.device)
-    rows = None if layer is None else call.rows or Rows(layer.tokens)
+    past, whole = 0 if layer is None else layer.tokens, key.shape[2] == tokens
+    rows = call.rows or Rows(past, past + tokens)
+    packing = None if call.packs_layers else call.packing
+    if packing is not None:
+        query, key, value = (packing.pack(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
+    cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(query.device)
     window, sinks, packed = sliding_window, None, False
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
     if attention is not None and call.mode == "hybrid":
@@ -86,31 +89,24 @@ def lolcats_attention(
         if exact_packed and kept is None:
             k, v = pack(k), pack(v)
         if kept is not None:
-            assert rows is not None
             k, v, where = kept.append(k, v, rows, window, sinks, exact_packed)
-        elif packing is not None and packing.documents is not None:
-            where = {"cu_seqlens": packing.documents}
-        elif call.rows is not None and call.rows.real_BT is not None:
-            real_BT = call.rows.real_BT.to(k.device)
-            where = {"position": torch.where(real_BT, real_BT.cumsum(1) - 1, -1)}
+        else:
+            where["cu_seqlens"] = rows.borders
         scoring: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "dropout": dropout}
         return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **scoring, **where)
 
     if not hybrid:
         y_BHTD = softmax(query, key, value, s_aux, layer)
         if call.observe is not None:
-            if key.shape[2] != tokens or layer is not None:
+            if not whole or layer is not None:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
+            seen: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux}
+            seen |= {"cu_seqlens": cu_seqlens, "sliding_window": sliding_window}
             tensors = {"q": query, "k": key, "v": value, "y_softmax": y_BHTD}
-            seen: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux, "cu_seqlens": None}
-            if packing is not None:
-                tensors = {name: packing.pack(x) for name, x in tensors.items()}
-                seen["cu_seqlens"] = packing.cu_seqlens
-            seen["sliding_window"] = sliding_window
             call.observe(module=linear_attention, layer_idx=index, **tensors, call=seen)
-        return _merged_heads(y_BHTD)
+        return _merged_heads(y_BHTD, packing)
 
-    if layer is None and key.shape[2] != tokens:
+    if layer is None and not whole:
         raise RuntimeError(
             f"layer {index}: {key.shape[2]} keys for {tokens} queries, but no linear state; the"
             " module's cache hook is missing. Load or convert the model again"
@@ -125,26 +121,24 @@ def lolcats_attention(
         exact_sinks, sink_logits = (None, None) if s_aux is None else heads.split(s_aux, 0)
         y_exact = softmax(q, k, v, exact_sinks, None if layer is None else layer.exact)
     arguments: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "packed": packed}
-    if packing is not None:
-        q_BHTD, k_BGTD, v_BGTD = (packing.pack(x) for x in (q_BHTD, k_BGTD, v_BGTD))
-        arguments |= {"cu_seqlens": packing.cu_seqlens, "shared": packing.shared}
-    if rows is not None:
-        arguments |= {"state": layer.take(rows), "return_state": True, "shared": rows.shared}
+    arguments |= {"cu_seqlens": cu_seqlens, "shared": rows.shared}
+    if layer is not None:
+        arguments |= {"state": layer.take(rows), "return_state": True}
     y_BHTD, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, backend=call.backend, **arguments)
-    if rows is not None:
-        layer.advance(state, rows, tokens)
-    if packing is not None:
-        y_BHTD = packing.unpack(y_BHTD, len(query), tokens)
+    if layer is not None:
+        layer.advance(state, rows)
     if y_exact is not None:
         y_BHTD = heads.join(y_exact, y_BHTD)
     if call.gates is not None:
         gate_H = call.gates[index].repeat_interleave(query.shape[1] // key.shape[1])
         y_BHTD = torch.lerp(y_BHTD, softmax(query, key, value, s_aux, None), gate_H[:, None, None].to(y_BHTD.dtype))
-    return _merged_heads(y_BHTD)
+    return _merged_heads(y_BHTD, packing)
 
 
-def _merged_heads(y_BHTD: Tensor) -> tuple[Tensor, None]:
-    return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
+def _merged_heads(y_BHTD: Tensor, packing: Packing | None) -> tuple[Tensor, None]:
+    y_BTHD = y_BHTD.transpose(1, 2)
+    y_BTHD = y_BTHD if packing is None else packing.unpack(y_BTHD)
+    return y_BTHD.contiguous(), None  # contiguous: some families (AFMoE) take a view of it
 
 
 # Between two compiled graphs: states are written in place and lengths grow; in a graph, each length would be a reason
@@ -165,12 +159,15 @@ def lolcats_mask(*sizes: Any, use_vmap: bool = False, **kwargs: Any) -> None:
 def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the decoder: which tokens form a sequence, without padding and with documents apart.
 
-    Padding is what the mask says; linear heads get a `Packing` instead. Missing position ids are made of it as
-    `generate` does. Linear attention knows positions from the rotary embedding, so that moved ones change its output.
+    If there are any, the decoder gets one row of the real tokens, sequence after sequence, and `restore_batch` makes
+    the batch of what it returns. Models with recurrent layers get the batch as it is: their attention packs it.
+
+    Padding is what the mask says. Missing position ids are made of it as `generate` does. Linear attention knows
+    positions from the rotary embedding, so that moved ones change its output.
 
     As in transformers, position ids that do not count up by one begin a document, if there is neither an
     attention mask nor a cache. transformers puts the borders into its dense masks, for most families and only
-    with use_cache=False; here they travel as a `Packing`, for all.
+    with use_cache=False; here all families have them.
 
     `rotary_positions` [B, T] are position ids that begin no document, however they count: nothing of them is read
     on the host, so that a CUDA graph can hold the pass. An empty mask keeps transformers from reading them.
@@ -187,11 +184,12 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
             f' set_attn_implementation("{ATTENTION_NAME}"), and use attention_call=AttentionCall(mode="softmax") for'
             " the softmax attention of the base model"
         )
-    if call.rows is not None:
+    if call.rows is not None or name != ATTENTION_NAME:
         return args, kwargs
     if len(args) > 1:
         raise ValueError("only input_ids may be a positional argument of the decoder of a linearized model")
-    inputs = args[0] if args else kwargs.get("input_ids")
+    kwargs |= dict(zip(("input_ids",), args, strict=False))
+    inputs = kwargs.get("input_ids")
     batch, tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
     given, position_ids, cache = kwargs.get("attention_mask"), kwargs.get("position_ids"), given_cache(kwargs)
     past, chunk = 0 if cache is None else cache.get_seq_length(), getattr(module.config, "attention_chunk_size", None)
@@ -199,45 +197,47 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
         raise ValueError(f"layers of this model attend within chunks: linearized it takes rows of up to {chunk} tokens")
     if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
-        return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
-    if given is None:
-        if position_ids is None or position_ids.dim() != 2 or cache is not None:
-            return args, kwargs | {ATTENTION_CALL: replace(call, rows=Rows(past))}  # through which layers share tables
-        return args, kwargs | _documents(module.config, position_ids, batch, call)
-    return args, kwargs | _without_padding(given, past, tokens, position_ids, call)
+        return (), kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
+    kwargs[ATTENTION_CALL] = replace(call, rows=Rows(past, past + tokens))  # through which layers share tables
+    if given is not None:
+        return (), _without_padding(module.config, kwargs, past, batch, tokens)
+    if position_ids is not None and position_ids.dim() == 2 and cache is None:
+        return (), _documents(module.config, kwargs, batch, tokens)
+    return (), kwargs
 
 
 @torch.compiler.disable  # masks grow
-def _without_padding(
-    given: Any, past: int, tokens: int, position_ids: Tensor | None, call: AttentionCall
-) -> dict[str, Any]:
+def _without_padding(config: Any, kwargs: dict[str, Any], past: int, batch: int, tokens: int) -> dict[str, Any]:
     """The decoder's arguments for what its mask says of padding."""
+    given = kwargs["attention_mask"]
     if not isinstance(given, Tensor) or given.dim() != 2:
         raise ValueError(_OWN_MASK)
     mask = given[:, : past + tokens].bool()
-    if position_ids is None:
-        position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
     if bool(mask.all()):
-        return {ATTENTION_CALL: replace(call, rows=Rows(past)), "position_ids": position_ids}
+        return kwargs
     if mask.shape[1] < past + tokens:
         raise ValueError(
             f"attention_mask has {mask.shape[1]} columns for {past + tokens} tokens: it must cover the cached tokens"
         )
-    real_BT = mask[:, past:]
-    rows = Rows(past, mask[:, :past].sum(1), real_BT, even=False)
-    call = replace(call, packing=Packing.of_mask(real_BT), rows=rows)
-    return {ATTENTION_CALL: call, "position_ids": position_ids}
+    call, past_B, real_BT = kwargs[ATTENTION_CALL], mask[:, :past].sum(1), mask[:, past:]
+    if tokens == 1 and bool(real_BT.all()):
+        return kwargs | {ATTENTION_CALL: replace(call, rows=replace(call.rows, past_B=past_B))}
+    held, counts = torch.stack([past_B, real_BT.sum(1)]).tolist()
+    rows = Rows.packed([*enumerate(held)], counts, past, past + tokens, given.device)
+    return _packed(config, kwargs, rows, Packing(batch, tokens, real_BT.flatten().nonzero()[:, 0]))
 
 
-def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCall) -> dict[str, Any]:
+def _documents(config: Any, kwargs: dict[str, Any], batch: int, tokens: int) -> dict[str, Any]:
     """The decoder's arguments for the documents that begin where positions do not count up by one.
 
     Raises:
         ValueError: there are some, and layers without attention carry their state from one to the next.
     """
-    begins_BT = pad(position_ids.diff(dim=1) != 1, (1, 0))
+    begins_BT = pad(kwargs["position_ids"].diff(dim=1) != 1, (1, 0))
     if not bool(begins_BT.any()):
-        return {}
+        return kwargs
     if recurrent := recurrent_layers(config):
         raise ValueError(
             f"position_ids separate documents, but layers {recurrent} of this model carry their state from one to the"
@@ -245,10 +245,44 @@ def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCal
         )
     begins_BT[:, 0] = True
     first_S = begins_BT.expand(batch, -1).flatten().nonzero()[:, 0]
-    borders = pad(first_S, (0, 1), value=batch * begins_BT.shape[1]).int()
-    packing = Packing(borders, documents=borders.cpu())
-    no_mask = position_ids.new_empty(batch, 1, 1, 0)  # else transformers would look for borders itself
-    return {ATTENTION_CALL: replace(call, packing=packing), "attention_mask": no_mask, "use_cache": False}
+    counts = pad(first_S, (0, 1), value=batch * tokens).diff().tolist()
+    rows = Rows.packed([(n, 0) for n in range(len(counts))], counts, 0, tokens, first_S.device)
+    packing = Packing(batch, tokens, torch.arange(batch * tokens, device=first_S.device))
+    return _packed(config, kwargs | {"use_cache": False}, rows, packing)
+
+
+def _packed(config: Any, kwargs: dict[str, Any], rows: Rows, packing: Packing) -> dict[str, Any]:
+    """The decoder's arguments for a packed pass: all that are [B, T, ...] become [1, N, ...]."""
+    packs_layers = len(packing.token_N) > 0 and not recurrent_layers(config)  # layers cannot do without tokens
+    call = replace(kwargs[ATTENTION_CALL], rows=rows, packing=packing, packs_layers=packs_layers)
+    if not packs_layers:
+        return kwargs | {ATTENTION_CALL: call}
+    position_ids, shape = kwargs["position_ids"], (packing.batch, packing.tokens)
+    position_ids = position_ids.expand(*position_ids.shape[:-2], *shape)
+    packed = {n: packing.pack(x) for n, x in kwargs.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
+    packed |= {ATTENTION_CALL: call, "position_ids": packing.pack(position_ids, position_ids.dim() - 2)}
+    packed["attention_mask"] = position_ids.new_empty(1, 1, 1, 0)  # else transformers would look for borders itself
+    return kwargs | packed
+
+
+def restore_batch(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of the decoder: what it returns of a packed row, as a batch."""
+    call: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
+    if call.packing is None or not call.packs_layers:
+        return
+    packing, tokens = call.packing, len(call.packing.token_N)
+
+    def unpacked(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(unpacked, x))
+        if isinstance(x, Tensor) and x.shape[:2] == (1, tokens) and x.dim() == 3:
+            return packing.unpack(x)
+        if isinstance(x, Tensor) and len(x) == tokens and x.dim() == 2:  # router's logits
+            return packing.unpack(x[None]).flatten(0, 1)
+        return x
+
+    for name, x in output.items():
+        output[name] = unpacked(x)
 
 
 AttentionInterface.register(ATTENTION_NAME, lolcats_attention)

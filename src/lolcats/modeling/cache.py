@@ -10,6 +10,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -113,13 +114,10 @@ def place_of(position: Tensor, window: int, sinks: int) -> Tensor:
     return torch.where(position < sinks, position, sinks + (position - sinks) % window)
 
 
-def held_positions(length_B1: Tensor, place_P: Tensor, window: int, sinks: int) -> Tensor:
-    """[B, P], the inverse of `place_of`: the position of the token in each place after so many tokens; -1: none."""
-    last_B1 = length_B1 - 1
-    latest_BP = last_B1 - (last_B1 - place_P) % window
-    position_BP = torch.where(place_P < sinks, place_P, latest_BP)
-    exists_BP = torch.where(place_P < sinks, place_P < length_B1, latest_BP >= sinks)
-    return torch.where(exists_BP, position_BP, -1)
+def held_places(length: int, window: int, sinks: int, device: torch.device) -> Tensor:
+    """[P], where the tokens are that are held after `length` tokens, oldest first."""
+    position_L = torch.arange(length)
+    return place_of(position_L[(position_L < sinks) | (position_L >= length - window)], window, sinks).to(device)
 
 
 class ExactCacheLayer(AttentionCacheLayer):
@@ -175,59 +173,76 @@ class ExactCacheLayer(AttentionCacheLayer):
             self.window, self.sinks = bounds
         elif bounds != (self.window, self.sinks) and not self.is_allocated:
             raise ValueError(f"the cache has {self.tokens} tokens of another exact_window; start with an empty cache")
-        tokens, end = k_BGTD.shape[2], rows.past + k_BGTD.shape[2]
+        tokens, end = k_BGTD.shape[2], rows.end
         packed = packed if self.keys is None else is_packed(self.keys)
         new = [k_BGTD, v_BGTD]
         if packed and (tokens > 1 or self.keys is None):
             new = [pack(x) for x in new]
-        self._reserve(new, min(end, self.window + self.sinks))
+        past_B, row_B = rows.on(len(k_BGTD), k_BGTD.device)
+        self._reserve(new, len(past_B), min(end, self.window + self.sinks))
         self.tokens, self.is_initialized = end, True
-        past_B, row_B = rows.on(len(k_BGTD), self.keys.device)
         adjacent, memory = rows.adjacent, (self.keys, self.values)
+        key = self.keys.device, self.places, self.window, self.sinks
 
         # A CPU has no kernel that reads lengths.
-        is_step = tokens == 1 and (self.is_allocated or self.keys.is_cuda or not rows.even)
-        if is_step:
-            key = self.keys.device, self.places, self.sinks
+        even = rows.past_B is None and rows.cu_seqlens is None
+        if tokens == 1 and rows.cu_seqlens is None and (self.is_allocated or self.keys.is_cuda or not even):
             if key not in rows.shared:  # its place, and how many places have a token then
                 place_B = place_of(past_B, self.window, self.sinks)
-                if rows.real_BT is not None:
-                    place_B = torch.where(rows.real_BT[:, 0].to(past_B.device), place_B, self.places)
-                rows.shared[key] = place_B, (past_B + 1).clamp(max=self.places)
+                place_B = torch.where(past_B < 0, self.places, place_B)
+                rows.shared[key] = place_B, (past_B + 1).clamp(1, self.places)
             place_B, length_B = rows.shared[key]
             self._store(new, row_B, place_B)
             keys, values = (x[row_B if adjacent is None else adjacent, :, : min(end, self.places)] for x in memory)
             return keys, values, {"length": length_B}
 
         new = [pack(x) if packed and not is_packed(x) else x.to(self.keys.dtype) for x in new]
-        if rows.even and adjacent is not None and end <= self.places:
+        if even and end <= self.places:
             for x, new_BGTD in zip(memory, new, strict=True):
                 x[adjacent, :, rows.past : end] = new_BGTD
             keys, values = (x[adjacent, :, :end] for x in memory)
             return keys, values, {}
 
-        real_BT = past_B.new_ones(1, tokens) if rows.real_BT is None else rows.real_BT.to(past_B.device)
-        real_BT, count_BT = real_BT.bool(), past_B[:, None] + real_BT.cumsum(1)
-        position_BT, last_B1 = torch.where(real_BT, count_BT - 1, -1), count_BT[:, -1:]
-        stays_BT = real_BT & ((position_BT < self.sinks) | (position_BT >= last_B1 - self.window))
-        place_BT = torch.where(stays_BT, place_of(position_BT, self.window, self.sinks), self.places)
-        before = min(rows.past, self.places)
-        order = torch.arange(before, device=past_B.device)
-        held_BP = held_positions(past_B[:, None], order, self.window, self.sinks)
-        if rows.even:
-            order = held_BP[0].argsort()
-            held_BP = held_BP[:, order]
-        found = []
-        for x, new_BGTD in zip(memory, new, strict=True):
-            old_BGPD = x[row_B[:, None], :, order].transpose(1, 2)
-            found.append(torch.cat([old_BGPD, new_BGTD], dim=2))  # before writing
-            x[row_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2)
-        if before == 0 and (rows.even or rows.right):
-            return found[0], found[1], {}
-        return found[0], found[1], {"position": torch.cat([held_BP, position_BT], 1), "in_order": rows.even}
+        if key not in rows.shared:
+            rows.shared[key] = *self._held_by(rows), self._targets(past_B, row_B, rows.cu_seqlens, len(k_BGTD) * tokens)
+        parts, borders, (row_N, place_N) = rows.shared[key]
+        found = list(new)
+        for i, (x, new_BGTD) in enumerate(zip(memory, new, strict=True)):
+            if parts:
+                both = [(x[row][:, :, place_P], new_BGTD[:, :, part]) for row, place_P, part in parts]
+                found[i] = torch.cat([*chain(*both)], dim=2)
+            x[row_N, :, place_N] = new_BGTD.transpose(1, 2).flatten(0, 1)
+        return found[0], found[1], borders
 
-    def _reserve(self, new: list[Tensor], places: int) -> None:
-        """Memory for `places` tokens a row, which this pass may change."""
+    def _held_by(self, rows: Rows) -> tuple[list[tuple[slice, Tensor, slice]], dict[str, Any]]:
+        """Of rows: their places, oldest first, and the part of the new tokens that follows them; and all borders."""
+        bounds = self.window, self.sinks, self.keys.device
+        if rows.held is None or rows.borders is None:
+            return [(rows.adjacent or slice(None), held_places(rows.past, *bounds), slice(None))][: rows.past], {}
+        if rows.fresh:
+            return [], {"cu_seqlens": rows.borders}
+        new = map(slice, rows.borders, rows.borders[1:])
+        parts = [
+            (slice(row, row + 1), held_places(past, *bounds), part)
+            for (row, past), part in zip(rows.held, new, strict=True)
+        ]
+        counts = [len(place_P) + part.stop - part.start for _, place_P, part in parts]
+        return parts, {"cu_seqlens": rows.borders, "key_borders": [0, *accumulate(counts)]}
+
+    def _targets(self, past_B: Tensor, row_B: Tensor, borders: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+        """[N] each: the row and the place of each new token; the last place, if a later one takes its own."""
+        index_N = torch.arange(count, device=past_B.device)
+        borders = index_N.new_tensor(range(len(past_B) + 1)) * (count // len(past_B)) if borders is None else borders
+        borders = borders.to(index_N)
+        sequence_N = torch.searchsorted(borders[1:], index_N, right=True).clamp(max=len(past_B) - 1)
+        position_N = past_B[sequence_N] + index_N - borders[sequence_N]
+        end_N = (past_B + borders.diff())[sequence_N]
+        stays_N = (position_N < end_N) & ((position_N < self.sinks) | (position_N >= end_N - self.window))
+        place_N = torch.where(stays_N, place_of(position_N, self.window, self.sinks), self.places)
+        return row_B[sequence_N], place_N
+
+    def _reserve(self, new: list[Tensor], rows: int, places: int) -> None:
+        """Memory for `places` tokens of each of `rows`, which this pass may change."""
         if self.is_allocated:
             return
         used, in_graph = self.places, self._in_graph or torch.is_grad_enabled()
@@ -240,7 +255,7 @@ class ExactCacheLayer(AttentionCacheLayer):
         memory = []
         for old, x in zip((self.keys, self.values), new, strict=True):
             kind = x if old is None else old
-            larger = kind.new_zeros(kind.shape[0], kind.shape[1], max(places, used) + 1, kind.shape[3])
+            larger = kind.new_zeros(rows, kind.shape[1], max(places, used) + 1, kind.shape[3])
             if old is not None:
                 larger[:, :, :used] = old[:, :, :used]
             memory.append(larger)
@@ -267,9 +282,7 @@ class ExactCacheLayer(AttentionCacheLayer):
 
     def held(self, row: int, length: int) -> tuple[Any, ...]:
         """The index, in each buffer, of what a row holds after `length` tokens, oldest first."""
-        kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - self.window), length)]
-        position = torch.tensor(kept, dtype=torch.int64, device=self.keys.device)
-        return row, slice(None), place_of(position, self.window, self.sinks)
+        return row, slice(None), held_places(length, self.window, self.sinks, self.keys.device)
 
 
 class HybridCacheLayer(AttentionCacheLayer):
@@ -314,9 +327,9 @@ class HybridCacheLayer(AttentionCacheLayer):
             state = state._replace(position=rows.on(len(state.position), state.position.device)[0].clone())
         return state
 
-    def advance(self, state: HybridState | None, rows: Rows, tokens: int) -> None:
-        """Take the state after `tokens` more tokens of a pass's rows."""
-        self.tokens, self.is_initialized = rows.past + tokens, True
+    def advance(self, state: HybridState | None, rows: Rows) -> None:
+        """Take the state of a pass's rows after it."""
+        self.tokens, self.is_initialized = rows.end, True
         if self.is_allocated:
             self._made = state
         else:

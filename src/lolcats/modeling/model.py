@@ -17,7 +17,7 @@ from transformers.generation import GenerationMode
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.modeling.attention import ATTENTION_NAME, find_sequences
+from lolcats.modeling.attention import ATTENTION_NAME, find_sequences, restore_batch
 from lolcats.modeling.cache_hooks import NOT_QUANTIZED, provide_cache_layer, run_all_tokens
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
@@ -78,6 +78,7 @@ class LolcatsPreTrainedModel(PreTrainedModel):
         self._use(config.attention)
         for hook in (find_sequences, run_all_tokens):
             self.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
+        self.get_decoder().register_forward_hook(restore_batch, with_kwargs=True)
         self.post_init()
 
     def get_decoder(self) -> Any:

@@ -7,6 +7,7 @@ end: query i stands at key K - T + i.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as random_dropout
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from lolcats.ops.eight_bits import is_packed, unpack
 from lolcats.ops.hybrid_attention.api import has_kernel
@@ -35,9 +36,8 @@ def softmax_attention(
     sink_logits: Tensor | None = None,
     sliding_window: int | None = None,
     sinks: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    position: Tensor | None = None,
-    in_order: bool = False,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    key_borders: Sequence[int] | None = None,
     length: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -50,32 +50,33 @@ def softmax_attention(
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         sink_logits: [H], an extra score without a value in every row (GPT-OSS).
         sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
-        sinks: it also sees the first `sinks` tokens of its sequence, and the window counts tokens without padding.
-        cu_seqlens: int, for K = T: borders of the sequences among all B * T tokens, from 0, those of rows among them;
-            a query sees only keys of its own sequence.
-        position: [B or 1, K] int, where each key stands in its sequence, negative for padding; excludes `cu_seqlens`.
-            The keys before the first query may come in any order then, and need not be all.
-        in_order: they are the first `sinks` tokens and all that the window reaches, in order and without padding.
+        sinks: it also sees the first `sinks` tokens of its sequence. Between them and those that the first query's
+            window reaches keys may be missing.
+        cu_seqlens: the borders, from 0, of sequences that are one row of queries; each sees only keys of its own.
+        key_borders: of their keys; None: K = T.
         length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
-            come; `sliding_window`, `position` and `cu_seqlens` do not count then.
+            come; `sliding_window` and `cu_seqlens` do not count then.
         dropout: probability of dropping an attention weight.
 
     Returns:
-        [B, H, T, D]. Rows of padding queries are finite and mean nothing.
+        [B, H, T, D].
     """
     tokens, keys = q_BHTD.shape[2], k_BGKD.shape[2]
     groups = q_BHTD.shape[1] // k_BGKD.shape[1]
     scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-    if sliding_window is not None and position is None and sliding_window + (sinks or 0) >= keys:
+    if sliding_window is not None and sliding_window + (sinks or 0) >= keys:
         sliding_window = sinks = None
     if cu_seqlens is not None:
         given: dict[str, Any] = {"sliding_window": sliding_window, "sinks": sinks, "dropout": dropout}
         given |= {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
-        borders = [*cu_seqlens.tolist(), len(q_BHTD) * tokens]  # and of the padding behind them
-        lengths = [end - begin for begin, end in pairwise(borders) if begin < end]
-        rows = [x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q_BHTD, k_BGKD, v_BGKD)]
-        y_1HMD = torch.cat([softmax_attention(*part, **given) for part in zip(*rows, strict=True)], dim=2)
-        return y_1HMD[0].unflatten(1, (-1, tokens)).transpose(0, 1)
+        borders = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        of_keys = borders if key_borders is None else key_borders
+        y = []
+        for (begin, end), (first, last) in zip(pairwise(borders), pairwise(of_keys), strict=True):
+            if begin < end:
+                part = q_BHTD[:, :, begin:end], k_BGKD[:, :, first:last], v_BGKD[:, :, first:last]
+                y.append(softmax_attention(*part, **given))
+        return torch.cat(y, dim=2) if y else q_BHTD[..., : v_BGKD.shape[3]]
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
     takes = partial(supports_softmax_step, q_BHTD, k_BGKD, v_BGKD)
     forward_only = dropout == 0.0 and not needs_gradient(q_BHTD, k_BGKD, v_BGKD)
@@ -86,15 +87,11 @@ def softmax_attention(
     if is_packed(k_BGKD):
         k_BGKD, v_BGKD = unpack(k_BGKD, q_BHTD.dtype), unpack(v_BGKD, q_BHTD.dtype)
     if tokens == 1:
+        visible_BK = None
         if length is not None:
-            visible_BK: Tensor | None = torch.arange(keys, device=length.device) < length[:, None]
-        else:
-            if sliding_window is not None and position is None:
-                k_BGKD, v_BGKD = (_ends(x, sinks or 0, keys - sliding_window, keys) for x in (k_BGKD, v_BGKD))
-            visible_BK = None
-            if position is not None:  # it sees itself, also as padding: a row without any key would be NaN
-                visible_BK = _in_reach(position, position[:, -1:], sliding_window, sinks)
-                visible_BK = pad(visible_BK[:, :-1], (0, 1), value=True)
+            visible_BK = torch.arange(keys, device=length.device) < length[:, None]
+        elif sliding_window is not None:
+            k_BGKD, v_BGKD = (_ends(x, sinks or 0, keys - sliding_window, keys) for x in (k_BGKD, v_BGKD))
         # The heads of a group are queries of one key/value head, which is read once.
         q_BGRD = q_BHTD.squeeze(2).unflatten(1, (-1, groups))
         sink_GR = None if sink_H1 is None else sink_H1.view(-1, groups)
@@ -102,15 +99,14 @@ def softmax_attention(
         y_BGRD = _attend(q_BGRD, k_BGKD, v_BGKD, visible, scale, softcap, sink_GR, dropout)
         return y_BGRD.flatten(1, 2)[:, :, None]
     needs_scores = softcap is not None or sink_logits is not None
-    if not needs_scores and position is sliding_window is None and tokens == keys:
+    if not needs_scores and sliding_window is None and tokens == keys:
         return scaled_dot_product_attention(
             q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, is_causal=True
         )
 
-    if (position is None or in_order) and not needs_scores and forward_only and takes_window(q_BHTD, k_BGKD, v_BGKD):
-        gap = position is not None and keys - tokens >= (sinks or 0)
+    if not needs_scores and forward_only and takes_window(q_BHTD, k_BGKD, v_BGKD):
         window_size = keys + 1 if sliding_window is None else sliding_window  # FlashAttention takes that for none
-        return window_attention(q_BHTD, k_BGKD, v_BGKD, window_size, sinks or 0, scale=scale, gap=gap)
+        return window_attention(q_BHTD, k_BGKD, v_BGKD, window_size, sinks or 0, scale=scale)
 
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
     if groups > 1:  # with a mask, SDPA's fast kernels need the heads repeated
@@ -119,22 +115,16 @@ def softmax_attention(
     for begin in range(0, tokens, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, tokens)
         last, first = keys - tokens + end, 0
-        window = sliding_window if position is None else None
-        if window is not None:
-            first = max(keys - tokens + begin - window + 1, 0)
+        if sliding_window is not None:
+            first = max(keys - tokens + begin - sliding_window + 1, 0)
         ends = min(sinks or 0, first), first, last
         column_K = torch.arange(last, device=k_BGKD.device)
         key_1K, query_T1 = _ends(column_K, *ends, dim=0)[None], column_K[keys - tokens + begin :, None]
-        visible = (key_1K <= query_T1)[None]
-        if window is not None:
-            visible = visible & _in_reach(key_1K, query_T1, window, sinks)
-        if position is not None:
-            query_BT1 = position[:, keys - tokens + begin : last, None]
-            visible = visible & _in_reach(position[:, None, :last], query_BT1, sliding_window, sinks)
-            # Every query sees itself, also padding: a row without any key would be NaN.
-            visible = visible | (key_1K == query_T1)
+        visible = key_1K <= query_T1
+        if sliding_window is not None:
+            visible = visible & ((key_1K > query_T1 - sliding_window) | (key_1K < (sinks or 0)))
         block = q_BHTD[:, :, begin:end], _ends(k_BHKD, *ends), _ends(v_BHKD, *ends)
-        outputs.append(_attend(*block, visible[:, None], scale, softcap, sink_H1, dropout))
+        outputs.append(_attend(*block, visible, scale, softcap, sink_H1, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
@@ -142,15 +132,6 @@ def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:
     """The first `head` entries, and those from `first` up to `last`."""
     tail = x.narrow(dim, first, last - first)
     return tail if head == 0 else torch.cat([x.narrow(dim, 0, head), tail], dim)
-
-
-def _in_reach(key: Tensor, query: Tensor, window: int | None, sinks: int | None) -> Tensor:
-    """Whether keys at some positions, negative ones do not exist, are in a query's window or sinks; later ones are."""
-    exists = key >= 0
-    if window is None:
-        return exists
-    reached = key > query - window
-    return exists & (reached | (key < sinks) if sinks else reached)
 
 
 def _attend(
@@ -199,24 +180,23 @@ def takes_window(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> bool:
 
 
 def window_attention(
-    q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, sinks: int, *, scale: float, gap: bool
+    q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, sinks: int, *, scale: float
 ) -> Tensor:
     """[B, H, T, D] of queries that end with the keys: each sees its own and the `window - 1` keys before it, and sinks.
 
     Args:
-        k_BGKD: K >= T keys in the order of their tokens.
+        k_BGKD: K >= T keys in the order of their tokens; see `softmax_attention` for those that may be missing.
         sinks: the first keys, which every query sees.
-        gap: keys are missing between sinks and the others, which reach back from the first query by at least
-            `window - 1`.
     """
-    begin = sinks if gap else 0
+    tokens, keys, groups = q_BHTD.shape[2], k_BGKD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1]
+    apart = keys - tokens >= sinks  # the window's keys can do without them
+    begin = sinks if apart else 0
     y_BHTD, log_sum_BHT = _within(q_BHTD, k_BGKD[:, :, begin:], v_BGKD[:, :, begin:], window, scale)
     if sinks == 0:
         return y_BHTD
-    tokens, keys, groups = q_BHTD.shape[2], k_BGKD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1]
     k_BHSD, v_BHSD = (x[:, :, :sinks].repeat_interleave(groups, 1) for x in (k_BGKD, v_BGKD))
     score_BHTS = (q_BHTD @ k_BHSD.mT).to(log_sum_BHT.dtype) * scale
-    if not gap:  # the window has them first
+    if not apart:  # the window has them first
         place = torch.arange(keys, device=q_BHTD.device)
         score_BHTS = score_BHTS.masked_fill(place[:sinks] > place[keys - tokens :, None] - window, -math.inf)
     total_BHT1 = torch.logaddexp(log_sum_BHT, score_BHTS.logsumexp(-1))[..., None]

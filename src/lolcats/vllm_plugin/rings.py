@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lolcats.modeling.cache import held_positions, place_of
+from lolcats.modeling.cache import held_places, place_of
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.api import has_kernel
@@ -132,11 +132,8 @@ def ring_attention(
         keys, values = (x.transpose(0, 1)[None] for x in (k[tokens], v[tokens]))
         reach: dict[str, Any] = {"sliding_window": ring.window, "sinks": ring.sinks}
         if seen:
-            old_keys, old_values = rings.read(rows, min(seen, ring.slots))
-            keys, values = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
-            slots = torch.arange(old_keys.shape[2], device=q.device)
-            old = held_positions(slots.new_full((1, 1), seen), slots, ring.window, ring.sinks)
-            reach["position"] = torch.cat([old, position[None]], 1)
+            slots, old = held_places(seen, ring.window, ring.sinks, q.device), rings.read(rows, min(seen, ring.slots))
+            keys, values = (torch.cat([x[:, :, slots], new], 2) for x, new in zip(old, (keys, values), strict=True))
         y_1HTD = softmax_attention(q[tokens].transpose(0, 1)[None], keys, values, **reach, **settings)
         put(tokens, y_1HTD[0].transpose(0, 1))
         slot, new = place_of(position, ring.window, ring.sinks), new_NG2C[tokens]

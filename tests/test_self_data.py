@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -10,6 +12,7 @@ from transformers import AutoTokenizer
 from lolcats import self_data
 from lolcats.config import DataSource, ModelSection
 from lolcats.errors import UserError
+from lolcats.generation.runner import Runner
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + ' <eos> ' }}{% endfor %}"
@@ -30,9 +33,9 @@ def chat_dir(model_dir, tmp_path, monkeypatch):
     return folder
 
 
-def rows(folder, source, seed=0):
+def rows(folder, source, seed=0, console=None):
     section = ModelSection(path=str(folder), device="cpu", dtype="float32")
-    file, report = self_data.written_file(section, source, seed, Console(quiet=True))
+    file, report = self_data.written_file(section, source, seed, console or Console(quiet=True))
     return [json.loads(line) for line in file.read_text().splitlines()], report, file
 
 
@@ -47,9 +50,16 @@ def test_a_chat_model_writes_prompts_and_answers(chat_dir):
     assert rows(chat_dir, DataSource(path="self", max_rows=24), seed=1)[0] != written
 
 
-def test_an_interrupted_call_resumes_with_the_same_rows(chat_dir):
+def test_an_interrupted_call_resumes_with_the_same_rows(chat_dir, monkeypatch, capsys):
     source = DataSource(path="self", max_rows=24)
-    written, _, file = rows(chat_dir, source)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "decode", Mock(side_effect=RuntimeError("no memory")))
+        with pytest.raises(UserError, match="no memory; rows are kept"):
+            rows(chat_dir, source)
+    monkeypatch.setattr(self_data, "Progress", partial(self_data.Progress, interval_s=0))
+    written, _, file = rows(chat_dir, source, console=Console())
+    (last,) = (line for line in capsys.readouterr().out.splitlines() if "own prompts 24/24  0.00M tokens  " in line)
+    assert last.endswith("tokens/s  ETA 0:00:00")
     samples = file.with_suffix(".samples")
     kept = samples.read_text().splitlines(keepends=True)
     samples.write_text("".join(kept[: len(kept) // 2]) + '{"index": 3, "te')
@@ -58,9 +68,7 @@ def test_an_interrupted_call_resumes_with_the_same_rows(chat_dir):
     assert samples.read_text().splitlines(keepends=True)[: len(kept) // 2] == kept[: len(kept) // 2]
 
 
-def test_a_base_model_continues_from_its_first_token(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(self_data, "SHORTEST_TEXT", 20)
+def test_a_base_model_continues_from_its_first_token(chat_dir, model_dir, tmp_path):
     written, _, _ = rows(model_dir, DataSource(path="self", max_rows=12))
     assert all(len(row["text"]) >= 20 for row in written)
     with pytest.raises(UserError, match="chat template"):

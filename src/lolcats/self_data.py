@@ -11,7 +11,8 @@ import gc
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from lolcats.data.cache import cache_directory, content_hash
 from lolcats.data.sources import open_source
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine, slots_in_memory
+from lolcats.generation.request import Piece, Result
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.loading import load_base_model
 from lolcats.report import write_text
 from lolcats.training.identity import weights_hash
+from lolcats.training.progress import Progress
 
 ROWS = 4000  # sampled, of which some three quarters are kept
 PROMPT = {"temperature": 1.0, "top_k": 100}
@@ -39,8 +42,6 @@ MOST_COMPRESSED = 6.0  # texts that zlib makes smaller than by this factor do no
 SHORTEST_PROMPT, SHORTEST_TEXT = 12, 200  # characters
 
 Conversation = list[dict[str, str]]
-Report = Callable[[int, int, int], None]
-"""Called with rows done, rows in all, and tokens sampled so far."""
 
 
 def written_file(section: ModelSection, source: DataSource, seed: int, console: Console) -> tuple[Path, dict[str, Any]]:
@@ -70,12 +71,8 @@ def _write(
     length = min(MAX_LENGTH, positions_of(base))
     slots = slots_in_memory(model, length, min(SLOTS, count))
     engine = Engine(model, tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
-    with console.status("the model writes its own data") as status:
-
-        def show(done: int, total: int, tokens: int) -> None:
-            status.update(f"the model writes its own data: {done} of {total} rows, {tokens:,} tokens")
-
-        found = write_rows(engine, file, count, prompts=prompts, seed=seed, report=show)
+    with closing(Progress(console)) as progress:
+        found = write_rows(engine, file, count, prompts=prompts, seed=seed, progress=progress)
     engine.shutdown()
     del engine, model, base
     gc.collect()  # the run loads the model again, and both may not fit
@@ -116,7 +113,7 @@ def write_rows(
     *,
     prompts: list[Conversation] | None = None,
     seed: int = 0,
-    report: Report = lambda done, total, tokens: None,
+    progress: Progress,
 ) -> dict[str, int]:
     """Sample `count` rows and write the good ones as JSON lines: `messages` of a chat model, `text` of a base model.
 
@@ -124,7 +121,7 @@ def write_rows(
     files next to `file`, from which an interrupted call continues.
 
     Args:
-        engine: of the original model; half of its `max_length` is for an answer, a quarter for a prompt.
+        engine: of the original model, not started; half of its `max_length` is for an answer, a quarter for a prompt.
         prompts: what to answer; None: sampled, too.
 
     Returns:
@@ -138,15 +135,15 @@ def write_rows(
         if prompts is None:
             drafts = file.with_suffix(".prompts")
             opening, stop = _user_turn(tokenizer)
-            _sample(engine, drafts, [opening] * count, PROMPT | stop | {"max_new_tokens": length // 4}, seed, report)
+            _sample(engine, drafts, [opening] * count, PROMPT | stop | {"max_new_tokens": length // 4}, seed, progress)
             texts = [row["text"].strip() for row in _read(drafts) if row["finished"]]
             prompts = [[{"role": "user", "content": text}] for text in texts if _is_good(text, SHORTEST_PROMPT)]
         prompts = list({prompt[-1]["content"]: prompt for prompt in prompts}.values())
         asked = [(prompt, _encode(tokenizer, prompt)) for prompt in prompts]
         asked = [(prompt, ids) for prompt, ids in asked if len(ids) <= length // 2]
         answer = ANSWER | {"max_new_tokens": length // 2}
-        _sample(engine, samples, [ids for _, ids in asked], answer, seed + 1, report)
-        for row in sorted(_read(samples), key=lambda row: row["index"]):
+        _sample(engine, samples, [ids for _, ids in asked], answer, seed + 1, progress)
+        for row in _read(samples):
             text = row["text"].strip()
             if row["finished"] and _is_good(text, 1):
                 rows.append({"messages": [*asked[row["index"]][0], {"role": "assistant", "content": text}]})
@@ -155,8 +152,8 @@ def write_rows(
         if begin is None or prompts is not None:
             need = "a chat template" if prompts is not None else "a begin or end token"
             raise UserError(f"this model's tokenizer has no {need}, so that it cannot write training data: give --data")
-        _sample(engine, samples, [[begin]] * count, PROMPT | {"max_new_tokens": length - 1}, seed, report)
-        texts = [row["text"] for row in sorted(_read(samples), key=lambda row: row["index"])]
+        _sample(engine, samples, [[begin]] * count, PROMPT | {"max_new_tokens": length - 1}, seed, progress)
+        texts = [row["text"] for row in _read(samples)]
         rows = [{"text": text} for text in texts if _is_good(text, SHORTEST_TEXT)]
     if not rows:
         raise UserError("the model wrote no usable training data; give data of your own (--data)")
@@ -188,31 +185,33 @@ def _render(tokenizer: Any, prompt: Conversation) -> str:
 
 
 def _sample(
-    engine: Engine, file: Path, prompts: list[list[int]], params: dict[str, Any], seed: int, report: Report
+    engine: Engine, file: Path, prompts: list[list[int]], params: dict[str, Any], seed: int, progress: Progress
 ) -> None:
-    """Append {index, text, finished, tokens} for each prompt that `file` has no line of."""
+    """Append {index, text, finished, tokens} for each prompt that `file` has no line of, as they come."""
     tokens = {row["index"]: row["tokens"] for row in _read(file)}
     if file.exists():  # without a last line that was cut
-        file.write_text("".join(json.dumps(row) + "\n" for row in _read(file)), encoding="utf-8")
-    requests = {}
-    for index, prompt in enumerate(prompts):
-        if index not in tokens:
-            sampling = SamplingParams(**params, seed=(seed << 32) + index)
-            requests[index] = engine.submit(prompt, sampling, stream=False)
+        file.write_text("".join(file.read_text(encoding="utf-8").rpartition("\n")[:2]), encoding="utf-8")
+    events: dict[int, Piece] = {}  # the latest of each
+    for index in sorted({*range(len(prompts))} - {*tokens}):
+        sampling = SamplingParams(**params, seed=(seed << 32) + index)
+        engine.submit(prompts[index], sampling, stream=False, on_event=partial(events.__setitem__, index))
+    progress.start(f"the model's own {file.suffix[1:]}", "", len(prompts), len(tokens))
     with file.open("a", encoding="utf-8") as stream:
-        for index, request in requests.items():
-            result = request.result()
-            tokens[index] = len(result.token_ids)
-            row = {"index": index, "text": result.text, "finished": result.finish_reason == "stop"}
-            stream.write(json.dumps(row | {"tokens": tokens[index]}) + "\n")
-            stream.flush()
-            report(len(tokens), len(prompts), sum(tokens.values()))
+        while engine.step() or events:
+            for index, result in {i: event for i, event in events.items() if isinstance(event, Result)}.items():
+                if result.error is not None:
+                    raise UserError(f"the model's own data: {result.error}; rows are kept, the same command resumes")
+                tokens[index] = len(result.token_ids)
+                row = {"index": index, "text": result.text, "finished": result.finish_reason == "stop"}
+                print(json.dumps(row | {"tokens": tokens[index]}), file=stream, flush=True)
+                progress.update(len(tokens), "", sum(tokens.values()))
+            events.clear()
 
 
-def _read(file: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a file that may end in a line that was cut."""
+def _read(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file that may end in a line that was cut, in the order of their prompts."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    yield from (json.loads(line) for line in text.split("\n")[:-1])
+    return sorted(map(json.loads, text.split("\n")[:-1]), key=lambda row: row["index"])
 
 
 def _is_good(text: str, shortest: int) -> bool:

@@ -27,7 +27,7 @@ def test_one_line_per_evaluation_and_interval_with_the_speed_since_resuming():
     clock.now += 500  # kernels are compiled
     for step in range(101, 109):
         clock.now += 3
-        progress.update(step, 1.0 / (step - 100), 1e-4, step * 30_000)
+        progress.update(step, f"loss {1 / (step - 100):.4g}  lr 0.0001  ", step * 30_000)
     progress.evaluated(108, 7.25, False)
     assert stream.getvalue().splitlines() == [
         "adjust 100/140  perplexity 9.5 (best)",

@@ -202,7 +202,8 @@ class Trainer:
             self.progress.log(step, {**{f"train/{name}": value for name, value in scalars.items()}, **named})
         if read:
             step, scalars = read[-1]
-            self.progress.update(step, scalars["loss"], max(self.rates(step)), self.state.tokens)
+            values = f"loss {scalars['loss']:.4g}  lr {max(self.rates(step)):.3g}  "
+            self.progress.update(step, values, self.state.tokens)
 
     def rates(self, step: int) -> list[float]:
         """Learning rate of each block in the update that completes `step`; at 0 that of the first."""

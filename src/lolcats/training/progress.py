@@ -50,14 +50,14 @@ class Progress:
     def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
         """A stage begins, or resumes after `step`."""
         self.stage, self.metric, self.total_steps, self.shown_at = stage, metric, total_steps, self.clock()
-        self.bars.reset(self.task.id, total=total_steps, completed=step, description=stage, numbers="evaluating")
+        self.bars.reset(self.task.id, total=total_steps, completed=step, description=stage, numbers="starting")
         self.bars.start()
 
-    def update(self, step: int, loss: float, lr: float, tokens: int) -> None:
-        """Updates up to `step` were read; `tokens` is the stage's total so far. Speeds are of this call of `start`."""
+    def update(self, step: int, values: str, tokens: int) -> None:
+        """Steps up to `step` are done; `tokens` is the stage's total so far. Speeds are of this call of `start`."""
         task = self.task
         self.bars.update(task.id, completed=step)
-        self.training = f"loss {loss:.4g}  lr {lr:.3g}  {tokens / 1e6:,.2f}M tokens"
+        self.training = f"{values}{tokens / 1e6:,.2f}M tokens"
         if task.speed and task.time_remaining is not None:
             left = timedelta(seconds=task.time_remaining)
             self.training += f"  {task.speed * tokens / step:,.0f} tokens/s  ETA {left}"

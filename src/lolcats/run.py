@@ -189,7 +189,7 @@ class Run:
 
     def how_to_resume(self) -> str:
         if not (self.folder / "config.yaml").is_file() or not (self.begun or self.resume):
-            return "before the run began: there is nothing to resume"
+            return "before the run began: there is nothing to resume, but the same command takes what data is written"
         saved = max(self.folder.rglob("step-*"), key=lambda path: path.stat().st_mtime, default=None)
         place = "" if saved is None else f" from {saved.relative_to(self.output)}"
         return f"`lolcats linearize -o {shlex.quote(str(self.output))} --resume` continues{place}"

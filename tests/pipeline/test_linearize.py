@@ -235,7 +235,7 @@ def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path):
 
 
 def test_an_interruption_promises_a_resume_only_where_there_is_one(run, tmp_path):
-    nothing, some = "there is nothing to resume", r"linearize -o .*out --resume` continues from run/transfer/step-"
+    nothing, some = "there is nothing to resume, but", r"linearize -o .*out --resume` continues from run/transfer/step-"
     for name, at, message in (
         ("new", "build_datasets", nothing),
         ("out", "AdjustStage", some),

@@ -116,11 +116,6 @@ HYBRID = {  # rows of the table of exact heads -> file and method of their runs
         "rates_smollm2_h200_2026-11-26: softmax, as lolcats-hybrid",
     ),
     "25 % exact": ("window128_smollm2_h100_2026-11-25: 25 %",),
-    "25 %, stage 2 on sequences of 8192": (
-        "window128_smollm2_h100_2026-11-25: 25 %, sequences of 8192",
-        "further_seeds_smollm2_h200_2026-11-26: 25 %, sequences of 8192",
-        "rates_smollm2_h200_2026-11-26: 25 %, sequences of 8192",
-    ),
     "`lolcats-hybrid`: 12 % exact": (
         "smollm2_h200_2026-11-24: 12 %",
         "default_smollm2_h100_2026-11-25: 12 %",
@@ -128,10 +123,6 @@ HYBRID = {  # rows of the table of exact heads -> file and method of their runs
     "6 % exact": ("window128_smollm2_h100_2026-11-25: 6 %",),
     "25 % within 32 MiB, 8 bits": ("32mib_smollm2_h200_2026-11-26: 25 %, 32 MiB in all",),
     "`lolcats-plus`: 12 % within 16 MiB, 8 bits": ("bounded_smollm2_h100_2026-11-25: 12 %, 16 MiB in all, 8 bits",),
-    "9 % within 16 MiB, 8 bits": (
-        "bounded_smollm2_h100_2026-11-25: 9 %, 16 MiB in all",
-        "further_seeds_smollm2_h200_2026-11-26: 9 %, 16 MiB in all",
-    ),
     "6 % within 8 MiB, 8 bits, window 64": (
         "bounded_smollm2_h100_2026-11-25: 6 %, window 64, 8 MiB in all",
         "further_seeds_smollm2_h200_2026-11-26: 6 %, window 64, 8 MiB in all",
@@ -299,8 +290,14 @@ def fact(kind: str, tokens: int, *measures: str) -> Column:
 
 def ability(runs: list[dict[str, Any]]) -> list[str]:
     """What a model still does."""
-    tasks = {"HumanEval": "humaneval", "behind 1k": "humaneval_1024", "4k": "humaneval_4096", "GSM8K": "gsm8k"}
-    tasks |= {"8-shot": "gsm8k_8shot", "MMLU": "mmlu", "120 labels": "labels_120shot"}
+    tasks = {"HumanEval": "humaneval", "behind 1k": "humaneval_1024", "4k": "humaneval_4096"}
+    tasks |= {
+        "4k of other": "humaneval_4096_front1",
+        "GSM8K": "gsm8k",
+        "8-shot": "gsm8k_8shot",
+        "MMLU": "mmlu",
+        "120 labels": "labels_120shot",
+    }
     columns: dict[str, Column] = {"MiB at 8k": (1, lambda run: run["cache_mib"]["8192"])}
     columns |= {title: percent(name) for title, name in tasks.items()}
     texts = {"WikiText-2, 1k": 1024, "at 4k": 4096, "8k": 8192}
@@ -421,9 +418,9 @@ def recall(results: Results) -> Figure:
 
 
 ABLE = {  # of the table of abilities, drawn: rows of one way, smaller caches first
-    "window and linear part": ["12 %, window 128", "12 %, 4096", "25 %, 8 bits", "25 %, 4096", "`lolcats-hybrid`"],
-    "window alone": ["12 %, 4096, no linear part", "..., no linear part"],
-    "softmax": ["teacher"],
+    "window and linear part": ("12 %, window 128", "12 %, 4096", "`lolcats-hybrid`", "..., 48 % of the heads"),
+    "window alone": ("12 %, 4096, no linear part", "..., no linear part, a window of 576"),
+    "softmax": ("teacher",),
 }
 
 
@@ -437,10 +434,10 @@ def frontier(results: Results) -> Figure:
             for title in titles:
                 runs = [run for run in results.ability["0.5b"] if run["row"] == title]
                 sizes = {round(run["cache_mib"][length], 1) for run in runs}
-                found = [[run["found"][name]["percent"] for run in runs if name in run["found"]] for name in names]
+                found = [[run["found"][task]["percent"] for run in runs if task in run["found"]] for task in names]
                 mean = statistics.fmean(statistics.fmean(values or [0.0]) for values in found)
                 axis.plot([*sizes], [mean] * len(sizes), style, label=label if title == titles[0] else None)
-                name = title.strip("`").replace("...", "25 %, 8 bits").removesuffix(", no linear part")
+                name = re.sub(r"[`.]+,? ?|, no linear part,?|, 4096", "", title)
                 for size in sizes:
                     axis.annotate(name, (size, mean), (5, -9), textcoords="offset points", fontsize=8)
         axis.set(xscale="log", xlabel=f"cache of a sequence of {length} tokens (MiB)")

@@ -185,7 +185,7 @@ def test_the_table_of_known_models_is_what_is_counted():
 
 @pytest.mark.parametrize("name", ["", "config.json"])
 def test_a_folder_without_a_network(tmp_path, name):
-    model_dir = Path(folder(tmp_path, "llama", max_position_embeddings=2048))  # fewer than the recipe's 4096
+    model_dir = Path(folder(tmp_path, "llama", max_position_embeddings=2048))  # fewer than the recipe asks for
     result = CliRunner().invoke(app, ["plan", str(model_dir / name), "--data", "own data.jsonl", "--exact", "1"])
     assert result.exit_code == 0, result.output
     assert str(model_dir) in result.stdout.splitlines()

@@ -79,7 +79,7 @@ def test_epochs_replace_a_recipes_max_steps():
 
 
 def test_options_for_both_stages_reach_a_stages_own_data_and_the_gates():
-    config = given({"sequence_length": 640, "max_steps": 7, "micro_batch_size": 2})
+    config = given({"sequence_length": 640, "max_steps": 7, "batch_size": 2, "micro_batch_size": 2})
     assert [config.data_of(stage).sequence_length for stage in ("transfer", "adjust")] == [640, 640]
     assert config.gates.sequence_length == 640
     assert (config.transfer.max_steps, config.gates.max_steps, config.adjust.max_steps) == (7, 7, 7)

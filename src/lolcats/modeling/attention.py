@@ -75,23 +75,20 @@ def lolcats_attention(
     if packing is not None:
         query, key, value = (packing.pack(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
     cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(query.device)
-    window, sinks, packed = sliding_window, None, False
+    window, sinks, packed = sliding_window, None, False  # of heads with softmax attention
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
-    if attention is not None and call.mode == "hybrid":
+    if attention is not None and call.mode == "hybrid" and sliding_window is None:
         packed = attention.cache_bits == 8 and not needs_gradient(query, key, value)
-        if attention.exact_tokens and sliding_window is None:
+        if attention.exact_tokens:
             window, sinks = attention.exact_tokens, attention.sinks
-    exact_packed = packed and sliding_window is None
 
     def softmax(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, kept: ExactCacheLayer | None) -> Tensor:
         """Of heads with softmax attention, which see these keys after those that `kept` has."""
-        where: dict[str, Any] = {}
-        if exact_packed and kept is None:
-            k, v = pack(k), pack(v)
         if kept is not None:
-            k, v, where = kept.append(k, v, rows, window, sinks, exact_packed)
+            k, v, where = kept.append(k, v, rows, window, sinks, packed)
         else:
-            where["cu_seqlens"] = rows.borders
+            where = {"cu_seqlens": rows.borders}
+            k, v = (pack(k), pack(v)) if packed else (k, v)
         scoring: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "dropout": dropout}
         return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **scoring, **where)
 
@@ -120,7 +117,7 @@ def lolcats_attention(
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (query, key, value))
         exact_sinks, sink_logits = (None, None) if s_aux is None else heads.split(s_aux, 0)
         y_exact = softmax(q, k, v, exact_sinks, None if layer is None else layer.exact)
-    arguments: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "packed": packed}
+    arguments: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits}
     arguments |= {"cu_seqlens": cu_seqlens, "shared": rows.shared}
     if layer is not None:
         arguments |= {"state": layer.take(rows), "return_state": True}

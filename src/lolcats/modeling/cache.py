@@ -221,19 +221,17 @@ class ExactCacheLayer(AttentionCacheLayer):
             return [(rows.adjacent or slice(None), held_places(rows.past, *bounds), slice(None))][: rows.past], {}
         if rows.fresh:
             return [], {"cu_seqlens": rows.borders}
-        new = map(slice, rows.borders, rows.borders[1:])
-        parts = [
-            (slice(row, row + 1), held_places(past, *bounds), part)
-            for (row, past), part in zip(rows.held, new, strict=True)
-        ]
+        parts = []
+        for (row, past), begin, end in zip(rows.held, rows.borders, rows.borders[1:], strict=False):
+            parts.append((slice(row, row + 1), held_places(past, *bounds), slice(begin, end)))
         counts = [len(place_P) + part.stop - part.start for _, place_P, part in parts]
         return parts, {"cu_seqlens": rows.borders, "key_borders": [0, *accumulate(counts)]}
 
     def _targets(self, past_B: Tensor, row_B: Tensor, borders: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         """[N] each: the row and the place of each new token; the last place, if a later one takes its own."""
         index_N = torch.arange(count, device=past_B.device)
-        borders = index_N.new_tensor(range(len(past_B) + 1)) * (count // len(past_B)) if borders is None else borders
-        borders = borders.to(index_N)
+        even = torch.arange(len(past_B) + 1, device=past_B.device) * (count // len(past_B))
+        borders = even if borders is None else borders.to(index_N)
         sequence_N = torch.searchsorted(borders[1:], index_N, right=True).clamp(max=len(past_B) - 1)
         position_N = past_B[sequence_N] + index_N - borders[sequence_N]
         end_N = (past_B + borders.diff())[sequence_N]

@@ -271,7 +271,7 @@ class PagedHybridAttention(nn.Module):
             params = self.linear_attention.params(sinks, self.impl.scale, self.impl.logits_soft_cap or None)
             config = self.linear_attention.config
             own: Any = {"config": config, "params": params}
-            self.kernels = {"attend": partial(hybrid_attention, packed=config.cache_bits == 8, **own)}
+            self.kernels = {"attend": partial(hybrid_attention, **own)}
             if self.steps_in_pages:
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
                 from lolcats.ops.hybrid_attention.kernels.prefill import prefill

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed, pack
+from lolcats.ops.eight_bits import FACTOR_BYTES, pack
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.reference import reference
-from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, keeps_eight_bits
 from lolcats.ops.hybrid_attention.step import step
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
@@ -37,7 +37,6 @@ def hybrid_attention(
     return_state: bool = False,
     backend: str = "auto",
     shared: dict[Hashable, Any] | None = None,
-    packed: bool = False,
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention: equation hybrid_linear_swa of arXiv:2410.10254, see `AttentionConfig`.
 
@@ -58,8 +57,9 @@ def hybrid_attention(
             "triton" (GPU kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
         shared: what follows from borders and positions, kept for the other layers of a forward pass, which
             have the same ones; at first empty.
-        packed: round keys and values to 8 bits, in which the window keeps them (`lolcats.ops.eight_bits`). A state
-            decides for itself.
+
+    With 8 `cache_bits`, keys and values that need no gradient are rounded as the window keeps them
+    (`lolcats.ops.eight_bits`). A state decides for itself.
 
     Returns:
         y [B, H, T, D] in q's type, and the state or None.
@@ -80,7 +80,7 @@ def hybrid_attention(
         in_mode = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()  # a compiler sees no such tensors
         if state.S.requires_grad or not (in_mode or not state.S.is_inference()):
             state = state.clone()
-    keeps_packed = is_packed(state.k) if state is not None else packed and config.window_size > 0
+    keeps_packed = keeps_eight_bits(config, state, q_BHTD, k_BGTD, v_BGTD)
     if keeps_packed and not kernels:  # which round by themselves
         inputs = (q_BHTD, pack(k_BGTD), pack(v_BGTD), config, params)
 
@@ -94,15 +94,13 @@ def hybrid_attention(
 
             return triton_step(*inputs, state=state)
 
-        before = state
+        before, fresh = state, state is None
         if state is None and (return_state or not kernels):
             before = initial_state(config, params, k_BGTD, cu_seqlens, packed=keeps_packed)
-        fresh = state is None
         if kernels:
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
-            options: dict[str, Any] = {"fresh": fresh, "packed": keeps_packed, "shared": shared}
-            y, after = triton_attention(*inputs, state=before, cu_seqlens=cu_seqlens, **options)
+            y, after = triton_attention(*inputs, state=before, fresh=fresh, cu_seqlens=cu_seqlens, shared=shared)
             return y, (after if return_state else None)
         assert before is not None
         attend: Callable[..., tuple[Tensor, HybridState]] = partial(chunked, fresh=fresh, need_state=return_state)

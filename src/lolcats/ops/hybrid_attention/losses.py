@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -52,7 +53,7 @@ def output_mse(
     check_arguments(q_BHTD, k_BGTD, v_BGTD, config, params, cu_seqlens, None)
     if target_BHTD.shape != q_BHTD.shape:
         raise ValueError(f"target: expected q's shape {list(q_BHTD.shape)}, got {list(target_BHTD.shape)}")
-    heads, head_dim = q_BHTD.shape[1], q_BHTD.shape[3]
+    heads, head_dim, config = q_BHTD.shape[1], q_BHTD.shape[3], replace(config, cache_bits=None)
     count = q_BHTD.numel() if cu_seqlens is None else cu_seqlens[-1] * (heads * head_dim)
 
     inputs = (q_BHTD, k_BGTD, v_BGTD, target_BHTD)

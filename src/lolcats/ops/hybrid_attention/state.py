@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.eight_bits import is_packed
 
 
 class HybridState(NamedTuple):
@@ -53,6 +54,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd needs what is computed from these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def keeps_eight_bits(config: AttentionConfig, state: HybridState | None, *qkv: Tensor) -> bool:
+    """Whether keys and values are rounded to 8 bits: as the state has them, or a new one without autograd."""
+    asked = config.cache_bits == 8 and config.window_size > 0 and not needs_gradient(*qkv)
+    return asked if state is None else is_packed(state.k)
 
 
 def ring_positions(position_B: Tensor, capacity: int) -> Tensor:

@@ -23,7 +23,7 @@ from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.prefill import prefill
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState, needs_gradient, once
+from lolcats.ops.hybrid_attention.state import HybridState, keeps_eight_bits, needs_gradient, once
 
 # Of the tensors of `Operands`: q, k, v and the sinks; the feature maps'.
 _INPUTS = (0, 1, 2, 9, 10)
@@ -41,7 +41,6 @@ def triton_attention(
     state: HybridState | None,
     fresh: bool,
     cu_seqlens: Tensor | None = None,
-    packed: bool = False,
     shared: dict[Hashable, Any] | None = None,
     target_BHTD: Tensor | None = None,
 ) -> tuple[Tensor, HybridState | None]:
@@ -52,7 +51,7 @@ def triton_attention(
     With a target of fresh sequences, the sum over their tokens of the output's squared errors, float32, in the place of
     the output; it has gradients of `params` alone.
     """
-    tokens = q_BHTD.shape[2]
+    tokens, packed = q_BHTD.shape[2], keeps_eight_bits(config, state, q_BHTD, k_BGTD, v_BGTD)
     if fresh:
         config = config.within(tokens)
     after, inputs = None, (q_BHTD, k_BGTD, v_BGTD, config, params)

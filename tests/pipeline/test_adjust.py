@@ -192,4 +192,4 @@ def test_graphs_equal_plain_micro_steps(adjust_stage, gradients, options):
             for weight in weights_of(each).values():
                 weight.mul_(1.1)
     assert said == []
-    assert len(stage.graphs._captured) >= 2
+    assert len(stage.graphs._captured) >= (1 if stage.config.distill_factor else 2)  # evaluations of KL have none

@@ -138,6 +138,7 @@ def test_graphs_equal_plain_micro_steps_and_evaluations(transfer_stage, gradient
             each.model.zero_grad()
             for weight in weights_of(each).values():
                 weight.mul_(1.1)
-    assert len(perplexities) == 6 and said == []
+    assert len(perplexities) == 6
+    assert said == []
     sizes = set(map(len, batches_of(stage.validation, stage.config.micro_batch_size)))  # each has an evaluation's two
     assert len(stage.graphs._captured) == 1 + 2 * len(sizes)

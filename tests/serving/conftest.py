@@ -47,11 +47,6 @@ class Running:
         connection.close()
         return answer.status, json.loads(text) if "json" in found.get("content-type", "") else text, found
 
-    def metric(self, name: str) -> float:
-        """A sample of /metrics by its name and labels; 0 if it is not there."""
-        lines = self.request("GET", "/metrics")[1].splitlines()
-        return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)
-
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Until the condition holds; fails after a minute."""
         deadline = time.monotonic() + 60

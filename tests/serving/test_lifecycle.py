@@ -1,4 +1,4 @@
-"""Full queues, clients that leave, the end of a server, and what /metrics says of all that."""
+"""Full queues, clients that leave, and the end of a server."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -84,22 +84,3 @@ def test_the_end_cancels_what_takes_too_long(serve):
         assert error.status_code == 503
         server.thread.join(60)
         assert not server.engine.busy
-
-
-def test_metrics(serve):
-    with serve(max_slots=3) as server:
-        client = server.client()
-        client.completions.create(**(LONG | {"max_tokens": 7, "prompt": [5] * 30}))
-        list(client.completions.create(**(LONG | {"max_tokens": 4, "prompt": [5] * 3}), stream=True))
-        server.request("POST", "/v1/completions", b"{")
-        server.request("GET", "/any/path/at/all")
-        ended = 'lolcats_requests_total{path="%s",status="%s"}'
-        assert server.metric(ended % ("/v1/completions", "200")) == 2
-        assert server.metric(ended % ("/v1/completions", "400")) == 1
-        assert server.metric(ended % ("other", "404")) == 1
-        assert server.metric("lolcats_tokens_prefilled") == 33
-        assert server.metric("lolcats_tokens_decoded") == 9  # not the last ones
-        assert server.metric('lolcats_request_seconds_count{path="/v1/completions"}') == 3
-        assert server.metric("lolcats_time_to_first_token_seconds_count") == 1
-        assert server.metric("lolcats_free_slots") == 3
-        assert server.metric("lolcats_running") == server.metric("lolcats_waiting") == 0

@@ -15,7 +15,7 @@ from lolcats.config import validated
 from lolcats.errors import UserError
 from lolcats.serving.settings import ServerSettings
 
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_NEEDED = ("fastapi", "uvicorn")
 
 
 @settings_options(ServerSettings, "cors", "max_slots", "max_queue", "max_length", "drain_timeout")
@@ -42,7 +42,7 @@ def serve(
 ) -> None:
     """Serve a linearized model through OpenAI's protocol.
 
-    /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. Ctrl-C and SIGTERM let running answers
+    /v1/chat/completions, /v1/completions, /v1/models and /health. Ctrl-C and SIGTERM let running answers
     finish; a second Ctrl-C does not. Where vLLM is installed, its server takes the same folder: vllm serve DIR
 
     Examples:

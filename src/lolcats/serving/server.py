@@ -7,7 +7,6 @@ import functools
 import hmac
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,11 +14,10 @@ from typing import Any
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
@@ -34,7 +32,6 @@ from lolcats.serving.settings import ServerSettings
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_CONNECTIONS = 1024  # more get 503
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # bounds of histograms
 
 
 class Server(uvicorn.Server):
@@ -79,17 +76,12 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     service = Service(engine, settings)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_middleware(Measure, metrics=service.metrics)
     if settings.cors:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors, allow_methods=["*"], allow_headers=["*"])
 
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def check_key(request: Request) -> None:
         if settings.api_key is not None:
@@ -151,7 +143,7 @@ class Service:
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        self.engine, self.settings, self.metrics = engine, settings, Metrics(engine)
+        self.engine, self.settings = engine, settings
         made_for = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         limits = (engine.runner.max_length, settings.max_length or made_for or DEFAULT_MAX_LENGTH)
         self.max_length = min(limit for limit in limits if limit is not None)
@@ -169,7 +161,6 @@ class Service:
         Raises:
             HTTPException: 400 what cannot be served, 404 another model, 429 too many sequences wait, 500, 503.
         """
-        start = time.monotonic()
         self.check_model(request.model)
         waiting, more = self.engine.counts["waiting"], request.n
         more *= len(request.prompt) if isinstance(request, CompletionRequest) else 1
@@ -189,7 +180,7 @@ class Service:
         choices = Choices(self.engine, each, request.stream)
         if request.stream:
             usage = request.stream_options is not None and request.stream_options.include_usage
-            return EventStream(self._lines(choices, form, usage, start), choices.cancel)
+            return EventStream(self._lines(choices, form, usage), choices.cancel)
         watching = asyncio.create_task(choices.cancel_with(http))
         try:
             results = {index: event async for index, event in choices.events() if isinstance(event, Result)}
@@ -198,7 +189,7 @@ class Service:
             choices.cancel()
         return JSONResponse(form.whole([results[index] for index in sorted(results)]))
 
-    async def _lines(self, choices: Choices, form: CompletionFormat, usage: bool, start: float) -> AsyncIterator[str]:
+    async def _lines(self, choices: Choices, form: CompletionFormat, usage: bool) -> AsyncIterator[str]:
         """Server-sent events (WHATWG HTML), "[DONE]" after the last; a failure becomes an event."""
 
         def line(value: Any) -> str:
@@ -207,11 +198,7 @@ class Service:
         try:
             for chunk in form.first(len(choices.requests)):
                 yield line(chunk)
-            waiting = True
             async for index, event in choices.events():
-                if waiting:
-                    self.metrics.first_token_seconds.observe(time.monotonic() - start)
-                    waiting = False
                 yield line(form.last(index, event) if isinstance(event, Result) else form.piece(index, event))
             if usage:
                 yield line(form.usage_chunk())
@@ -315,53 +302,3 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._close()
-
-
-class Metrics:
-    """The contents of /metrics, for Prometheus: what the server measures, and the counts of its engine as they are when
-    asked for."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.registry = CollectorRegistry()
-        here: dict[str, Any] = {"registry": self.registry}
-        seconds = here | {"buckets": SECONDS}
-        self.requests = Counter("lolcats_requests", "HTTP requests that ended.", ["path", "status"], **here)
-        whole, first = "From a request's arrival to the end of its answer.", "The same to a stream's first text."
-        self.seconds = Histogram("lolcats_request_seconds", whole, ["path"], **seconds)
-        self.first_token_seconds = Histogram("lolcats_time_to_first_token_seconds", first, **seconds)
-        for name, text in (
-            ("waiting", "Sequences that wait for a slot."),
-            ("prefilling", "Sequences whose prompt is being read."),
-            ("running", "Sequences that generate."),
-            ("free_slots", "Slots without a sequence."),
-            ("tokens_prefilled", "Prompt tokens that went through the model."),
-            ("tokens_decoded", "Generated tokens that went through the model."),
-        ):
-            Gauge(f"lolcats_{name}", text, **here).set_function(
-                functools.partial(lambda name: engine.counts[name], name)
-            )
-
-
-class Measure:
-    """ASGI middleware: counts and times every HTTP request."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        start, status = time.monotonic(), 500
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watch)
-        finally:
-            path = getattr(scope.get("route"), "path", "other")  # not the client's text: labels must stay few
-            self.metrics.requests.labels(path, str(status)).inc()
-            self.metrics.seconds.labels(path).observe(time.monotonic() - start)

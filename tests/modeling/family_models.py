@@ -97,10 +97,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4.5": ("ernie4_5", {"head_dim": 8}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "minimax-m2": ("minimax_m2", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "afmoe": (
-        "afmoe",
-        MIXED | EXPERTS | {"head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 1},
-    ),
+    "afmoe": ("afmoe", MIXED | EXPERTS | {"head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 1}),
     "gemma4": (
         "gemma4_text",
         MIXED
@@ -173,11 +170,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2-vl": ("qwen2_vl", MROPE, QWEN_IMAGE | {"hidden_size": 32, "mlp_ratio": 1}),
     "qwen2.5-vl": ("qwen2_5_vl", MROPE, QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32}),
     "qwen3-vl": ("qwen3_vl", MROPE | {"head_dim": 8}, QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32}),
-    "qwen3.5": (
-        "qwen3_5",
-        FAMILIES["qwen3.5"][1],
-        QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32},
-    ),
+    "qwen3.5": ("qwen3_5", FAMILIES["qwen3.5"][1], QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32}),
     "llama4": (
         "llama4",
         FAMILIES["llama4"][1],

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    GenerationConfig,
-    pipeline,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, pipeline
 from transformers.cache_utils import QuantizedLayer
 
 from lolcats.modeling.call import SOFTMAX

@@ -4,14 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Olmo2Config, Qwen3Config
 
 from lolcats.config import AdjustSection
 from lolcats.config.attention import AttentionConfig

@@ -46,10 +46,7 @@ def push(
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         sent = api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            ignore_patterns=LEFT_OUT,
-            commit_message="Linearized by lolcats",
+            repo_id=repository, folder_path=folder, ignore_patterns=LEFT_OUT, commit_message="Linearized by lolcats"
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(

@@ -74,10 +74,7 @@ def show(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None
     typer.echo(show_recipe(name), nl=False)
 
 
-COMMANDS = (
-    *(linearize, push, import_published, plan, generate, chat, serve),
-    *(evaluate, analyse, report, sweep),
-)
+COMMANDS = (*(linearize, push, import_published, plan, generate, chat, serve), *(evaluate, analyse, report, sweep))
 for command in COMMANDS:
     name = command.__name__.replace("_", "-")
     name = {"import-published": "import", "evaluate": "eval"}.get(name, name)

@@ -19,16 +19,9 @@ from lolcats.errors import UserError
 @model_options
 def generate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a linearized model, or of any other.")],
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="Text to continue; repeatable."),
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Text to continue; repeatable.")] = None,
     prompts_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts-file",
-            help='One prompt a line; or .jsonl: {"prompt": TEXT} a line.',
-        ),
+        Path | None, typer.Option("--prompts-file", help='One prompt a line; or .jsonl: {"prompt": TEXT} a line.')
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
@@ -37,8 +30,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,
     max_length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Most tokens of prompt and answer, if the model has exact heads."),
+        int | None, typer.Option(min=2, help="Most tokens of prompt and answer, if the model has exact heads.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
     *,

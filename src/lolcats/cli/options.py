@@ -91,8 +91,7 @@ Sources = Annotated[
 Model = Annotated[str | None, typer.Argument(help="Hub id or folder; optional if the recipe names one.")]
 Recipe = Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe's name (`lolcats recipes`) or YAML file.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable, wins."),
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable, wins.")
 ]
 
 

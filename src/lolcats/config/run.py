@@ -124,13 +124,7 @@ def mixed(mixture: list[DataSource], sources: list[DataSource]) -> list[DataSour
 
 
 RESUME_MUTABLE_FIELDS = frozenset(
-    {
-        "checkpoint_every",
-        "micro_batch_size",
-        "gradient_checkpointing",
-        "fused_kernels",
-        "cuda_graphs",
-    }
+    {"checkpoint_every", "micro_batch_size", "gradient_checkpointing", "fused_kernels", "cuda_graphs"}
 )
 """Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""
 

@@ -3,9 +3,4 @@
 from lolcats.data.build import build_datasets, build_evaluation_dataset
 from lolcats.data.packed import BatchSampler, PackedDataset
 
-__all__ = [
-    "BatchSampler",
-    "PackedDataset",
-    "build_datasets",
-    "build_evaluation_dataset",
-]
+__all__ = ["BatchSampler", "PackedDataset", "build_datasets", "build_evaluation_dataset"]

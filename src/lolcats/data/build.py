@@ -20,12 +20,7 @@ from lolcats.errors import UserError
 
 
 def build_datasets(
-    config: DataSection,
-    tokenizer: Any,
-    *,
-    seed: int,
-    vocabulary: int | None = None,
-    progress: bool = True,
+    config: DataSection, tokenizer: Any, *, seed: int, vocabulary: int | None = None, progress: bool = True
 ) -> tuple[PackedDataset, PackedDataset]:
     """Training and validation split, from the cache if the same content was packed before.
 
@@ -103,11 +98,7 @@ def _open(config: DataSection) -> list[sources.OpenSource]:
 
 
 def _cache_file(
-    config: DataSection,
-    opened: list[sources.OpenSource],
-    tokenizer: Any,
-    kind: str,
-    seed: int | None,
+    config: DataSection, opened: list[sources.OpenSource], tokenizer: Any, kind: str, seed: int | None
 ) -> Path:
     settings = config.model_dump(mode="json", exclude=set(MOVES))  # which do not change what is packed
     for source in settings["sources"]:

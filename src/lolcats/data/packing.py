@@ -93,11 +93,7 @@ def tokenise(
 
 
 def pack(
-    stream: TokenStream,
-    sequence_length: int,
-    *,
-    begin_with: int | None = None,
-    pad_with: int | None = None,
+    stream: TokenStream, sequence_length: int, *, begin_with: int | None = None, pad_with: int | None = None
 ) -> PackedDataset:
     """Cut a stream into sequences of `sequence_length` tokens; documents continue across the cuts.
 

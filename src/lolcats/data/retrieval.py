@@ -306,10 +306,7 @@ def _filler_tokens(tokenizer: Any, repeats: int) -> np.ndarray:
 
 
 def _joined(
-    before: list[np.ndarray],
-    answers: list[np.ndarray],
-    sources: list[int],
-    questions: list[np.ndarray] | None = None,
+    before: list[np.ndarray], answers: list[np.ndarray], sources: list[int], questions: list[np.ndarray] | None = None
 ) -> Sample:
     """Text, then each answer after its question; answer n stands in part `sources[n]` of the text."""
     parts = [(ids, -1) for ids in before]

@@ -17,11 +17,7 @@ from lolcats.errors import UserError
 
 
 def training_and_validation(
-    config: DataSection,
-    opened: list[OpenSource],
-    tokenizer: Any,
-    seed: int,
-    bar: Progress,
+    config: DataSection, opened: list[OpenSource], tokenizer: Any, seed: int, bar: Progress
 ) -> tuple[PackedDataset, PackedDataset]:
     """Both splits of the opened sources, as `build_datasets` describes them."""
     limit = sequence_limit(config)

@@ -17,12 +17,7 @@ from lolcats.report import read_report
 
 
 def load_model(
-    path: str | Path,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    **attention: Any,
+    path: str | Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, **attention: Any
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, from a hub id or folder.
 

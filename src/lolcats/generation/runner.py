@@ -50,11 +50,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        model: Any,
-        max_slots: int,
-        max_length: int | None = None,
-        use_graphs: bool | None = None,
+        self, model: Any, max_slots: int, max_length: int | None = None, use_graphs: bool | None = None
     ) -> None:
         if not isinstance(model, LolcatsForCausalLM):
             raise UserError(

@@ -90,10 +90,7 @@ def heads_in_budget(
 
 
 def window_in_budget(
-    config: LolcatsConfig,
-    attention: AttentionConfig,
-    dtype: torch.dtype,
-    exact: Heads | None = None,
+    config: LolcatsConfig, attention: AttentionConfig, dtype: torch.dtype, exact: Heads | None = None
 ) -> int | None:
     """`attention.exact_window` in tokens: as many as keep a sequence of any length within its bytes; None: all do.
 

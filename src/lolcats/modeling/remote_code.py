@@ -12,11 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ENTRY = "modeling_lolcats"
-CLASSES = {
-    "AutoConfig": "LolcatsConfig",
-    "AutoModel": "LolcatsModel",
-    "AutoModelForCausalLM": "LolcatsForCausalLM",
-}
+CLASSES = {"AutoConfig": "LolcatsConfig", "AutoModel": "LolcatsModel", "AutoModelForCausalLM": "LolcatsForCausalLM"}
 AUTO_MAP = {auto_class: f"{ENTRY}.{name}" for auto_class, name in CLASSES.items()}
 PATTERNS = (f"{ENTRY}.py", "lolcats_*.py")
 

@@ -35,11 +35,7 @@ class Graphs:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        *,
-        enabled: bool,
-        report: Callable[[str], None] = lambda text: None,
+        self, parameters: Sequence[nn.Parameter], *, enabled: bool, report: Callable[[str], None] = lambda text: None
     ) -> None:
         self.parameters, self.enabled, self.report = list(parameters), enabled, report
         self._stream: torch.cuda.Stream | None = None
@@ -148,11 +144,7 @@ class _Graph(NamedTuple):
 
 
 def graphs_wanted(
-    setting: str,
-    model: nn.Module,
-    report: Callable[[str], None] = lambda text: None,
-    *,
-    has_dropout: bool = False,
+    setting: str, model: nn.Module, report: Callable[[str], None] = lambda text: None, *, has_dropout: bool = False
 ) -> bool:
     """Whether micro-steps of this model can be captured; on a GPU `report` hears why not."""
     devices = {parameter.device for parameter in model.parameters()}

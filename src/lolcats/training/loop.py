@@ -137,12 +137,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        dataset: PackedDataset,
-        config: OptimSection,
-        seed: int,
-        progress: Progress | None = None,
+        self, stage: Stage, dataset: PackedDataset, config: OptimSection, seed: int, progress: Progress | None = None
     ) -> None:
         self.stage, self.config, self.seed, self.group = stage, config, seed, stage.group
         self.progress = progress or Progress()

@@ -15,13 +15,7 @@ from lolcats.ops.hybrid_attention.state import HybridState
 
 
 def reference(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    state: HybridState,
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, config: AttentionConfig, params: HybridParams, *, state: HybridState
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`; `state` is the initial one."""
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)

@@ -20,13 +20,7 @@ from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, 
 
 
 def step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    state: HybridState,
+    q_BH1D: Tensor, k_BG1D: Tensor, v_BG1D: Tensor, config: AttentionConfig, params: HybridParams, *, state: HybridState
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1; the state's own tensors are written."""
     dtype = accumulation_dtype(q_BH1D.dtype)

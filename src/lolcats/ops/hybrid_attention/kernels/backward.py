@@ -81,13 +81,7 @@ _SINK_PROGRAMS = 2 if INTERPRETED else 264
 
 
 def backward(
-    x: Operands,
-    before: States,
-    out: Outputs,
-    dy: Tensor,
-    *,
-    need_inputs: bool,
-    need_weights: bool,
+    x: Operands, before: States, out: Outputs, dy: Tensor, *, need_inputs: bool, need_weights: bool
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the operator's first tensors, in their order, shapes and types, from that of y; None where not
     needed. Those of rows' sinks are in the gradients of k and v.
@@ -336,13 +330,7 @@ class QueryGradients(NamedTuple):
 
 
 def query_gradients(
-    x: Operands,
-    before: States,
-    out: Outputs,
-    window: WindowGradients,
-    dy: Tensor,
-    *,
-    need_inputs: bool,
+    x: Operands, before: States, out: Outputs, window: WindowGradients, dy: Tensor, *, need_inputs: bool
 ) -> QueryGradients:
     """Gradients of the queries and of their projections, and the queries' factors of the states' gradients."""
     grads = QueryGradients(torch.empty_like(x.q) if need_inputs else None)

@@ -48,10 +48,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
 )
 
 # Of the outputs, for rows of usual width, and for wide ones.
-_TILES = (
-    {"BN": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
-    {"BN": 32, "num_warps": 4, "num_stages": 1},
-)
+_TILES = ({"BN": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168}, {"BN": 32, "num_warps": 4, "num_stages": 1})
 _SCAN_CHUNKS = 8  # per step of the loop
 # As many as the threads of a program load at once: each thread then adds up its own columns, alone.
 _SCAN_COLUMNS = 512
@@ -109,14 +106,7 @@ def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) ->
             phi = x.q.new_empty((*states.z.shape[:3], x.shape.C, x.shape.F))
         columns = 64 if x.wide else 128
         state_kernel[(states.z.shape[:3].numel() * cdiv(x.shape.D, columns),)](
-            x.inputs,
-            states,
-            phi,
-            *x.counts,
-            shape=x.shape,
-            BD=columns,
-            num_warps=4,
-            num_stages=1,
+            x.inputs, states, phi, *x.counts, shape=x.shape, BD=columns, num_warps=4, num_stages=1
         )
         scan_chunks(x, states, x.S, x.z, reverse=False)
     out = Outputs(torch.empty_like(x.q))

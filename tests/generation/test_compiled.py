@@ -12,10 +12,10 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from lolcats.generation.graphs import Graphs
 from lolcats.generation.runner import Runner
 from lolcats.modeling import compiled
 from lolcats.modeling.compiled import CompiledLayers
+from lolcats.modeling.graphs import Graphs
 
 COMPILE = torch.compile
 

@@ -8,9 +8,9 @@ import torch
 from generation_kit import BOUNDED
 
 from lolcats.errors import UserError
-from lolcats.generation.graphs import Graphs
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
+from lolcats.modeling.graphs import Graphs
 
 
 def padded(runner: Runner) -> Runner:

@@ -6,6 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
+from lolcats.modeling import graphs
+from lolcats.modeling.cache import recurrent_layers
+from lolcats.modeling.graphs import CapturedSteps, Graphs
+
 NEW_TOKENS = 10
 STRATEGIES = {
     "greedy": {"do_sample": False},
@@ -97,3 +101,20 @@ def test_a_compiled_forward_gives_the_same(make_linear, kit):
     expected = generate(model, input_ids, mask, do_sample=False)
     model.forward = torch.compile(model.forward, backend="eager")
     assert torch.equal(generate(model, input_ids, mask, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "sample", "prefill-chunks"])
+def test_steps_from_fixed_addresses_equal_others(model, kit, monkeypatch, strategy):
+    """Those that a GPU captures; a CPU runs them."""
+    if recurrent_layers(model.config):
+        pytest.skip("not captured")
+    input_ids, mask = kit.tokens(3, 12), kit.padding([12, 7, 3], 12)
+    expected = generate(model, input_ids, mask, disable_compile=True, **STRATEGIES[strategy])
+    runs, step, on_gpu = [], CapturedSteps._step, model.device.type == "cuda"
+    monkeypatch.setattr(graphs, "TOKENS_AHEAD", 4)  # more memory is needed while they run
+    monkeypatch.setattr(CapturedSteps, "_step", lambda self: runs.append(self.left) or step(self))
+    if not on_gpu:
+        monkeypatch.setattr(Graphs, "run", lambda self, key, call, warm_up: call())
+        monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *_: True)
+    assert torch.equal(generate(model, input_ids, mask, **STRATEGIES[strategy]), expected)
+    assert len(runs) < NEW_TOKENS - 1 if on_gpu else len(runs) == NEW_TOKENS - 1

@@ -18,18 +18,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.errors import UserError
-from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.slots import SlotCache
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.call import AttentionCall, Rows
 from lolcats.modeling.compiled import CompiledLayers
 from lolcats.modeling.fused import fused_kernels
+from lolcats.modeling.graphs import Graphs
 from lolcats.modeling.model import LolcatsForCausalLM
 
 DEFAULT_MAX_LENGTH = 4096
 # Prompts, or pieces of them, of so many tokens at most run from CUDA graphs: longer ones do not wait for the host.
 MOST_CAPTURED = 1024
 LEAST_CAPTURED = 16  # shorter ones are rounded up to it
+
+
+def bucket(count: int, most: int) -> int:
+    """`count` rounded up to 1, 2, 4, 8 or n * 2^k with n in 4..7: at most a quarter too many.
+
+    >>> [bucket(n, 100) for n in (1, 3, 8, 9, 33, 99)]
+    [1, 4, 8, 10, 40, 100]
+    """
+    if count <= 2:
+        return min(count, most)
+    unit = 1 << max((count - 1).bit_length() - 3, 0)
+    rounded = -(-count // unit) * unit
+    return min(max(rounded, 4), most)
 
 
 class Runner:

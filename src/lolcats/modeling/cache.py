@@ -154,6 +154,10 @@ class ExactCacheLayer(AttentionCacheLayer):
         self.map_rows(lambda x: x.new_zeros(rows, x.shape[1], size + 1, x.shape[3]))
         self.is_allocated = True
 
+    def reserve(self, tokens: int) -> None:
+        """Memory for at least `tokens` tokens a row, or as many as the window and the sinks need."""
+        self._reserve([self.keys, self.values], len(self.keys), min(tokens, self.window + self.sinks))
+
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, rows: Rows, window: int | None, sinks: int | None, packed: bool
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -18,11 +18,13 @@ from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEME
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.attention import ATTENTION_NAME, find_sequences, restore_batch
+from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.cache_hooks import NOT_QUANTIZED, provide_cache_layer, run_all_tokens
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
-from lolcats.modeling.compat import CACHE
+from lolcats.modeling.compat import CACHE, given_cache
 from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.graphs import CapturedSteps
 from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.remote_code import write_code
 
@@ -260,6 +262,17 @@ class LolcatsForCausalLM(LolcatsPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation in ALL_STATIC_CACHE_IMPLEMENTATIONS:
             generation_config.cache_implementation = None  # a state has one size anyway
         GenerationMixin._prepare_cache_for_generation(self, generation_config, model_kwargs, *args)
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict, generation_config: Any) -> bool:
+        """Whether generate() runs steps by `get_compiled_call`; transformers would compile those with static caches."""
+        if self.device.type != "cuda" or recurrent_layers(self.config) or given_cache(model_kwargs) is None:
+            return False
+        usual = generation_config.num_beams == 1 and not generation_config.output_hidden_states
+        here = torch.device("cuda", torch.cuda.current_device())  # whose launches are captured
+        return usual and not generation_config.disable_compile and {x.device for x in self.parameters()} == {here}
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        return CapturedSteps(self)
 
 
 class LolcatsModel(LolcatsPreTrainedModel):

@@ -21,7 +21,8 @@ from lolcats.modeling.cache_size import cache_bytes, cache_sizes, heads_in_budge
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.plan import GB, GIB, GPUS, HUB_IDS, changed, cost, count, stages
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = DOCS.parent / "benchmarks" / "results"
 SMALL = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": 0},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
@@ -161,8 +162,20 @@ def test_what_is_printed_fits_and_resolves(tmp_path, name, options):
                 assert f"{peak / GIB:7.1f}{seconds / 3600:7.2f}" in result.stdout  # what the table says of it
 
 
+def test_worked_examples_are_what_is_printed():
+    page = re.sub(r"\\\n *", "", (DOCS / "scaling.md").read_text())
+    examples = re.findall(r"^    lolcats (plan llama.*)\n    (.*)\n\n.*\n.*\n(.*)\n(.*)", page, re.MULTILINE)
+    for plan, command, *rows in examples:
+        printed = CliRunner().invoke(app, shlex.split(plan)).stdout
+        assert command.replace("yahma/alpaca-cleaned", "DATA") in printed
+        costs = [re.findall(r"([\d.]+) +([\d.]+)(?= )", line[30:]) for line in printed.splitlines()]
+        for row in rows:
+            assert re.findall(r"([\d.]+), ([\d.]+)", row) in costs, row
+    assert len(examples) == 2
+
+
 def test_the_table_of_known_models_is_what_is_counted():
-    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    page = (DOCS / "memory.md").read_text()
     rows = re.findall(r"^(\| .+ \| (\d+) x (\d+) x (\d+) \| (\d+)k \| ([\d.]+), (\d+)) \|", page, re.MULTILINE)
     attention = resolve({}, model="x", data=["x"]).attention
     for given, layers, heads, dim, positions, weights, gpu in rows:

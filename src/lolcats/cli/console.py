@@ -28,10 +28,9 @@ class Group(TyperGroup):
                 notes().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as stop:
-            terminated = isinstance(stop, Terminated)
-            what = "terminated" if terminated else "interrupted"
+            what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
             notes().print(f"[bold red]{what}[/]", escape(str(stop)), highlight=False, soft_wrap=True)
-            raise typer.Exit(143 if terminated else 130) from None
+            raise typer.Exit(status) from None
 
 
 def notes() -> Console:

@@ -37,7 +37,7 @@ def plan(
         model = str(Path(model).parent) if model.endswith("config.json") else HUB_IDS.get(model, model)
     given_more = "  # and the options given here" if recipe or overrides or given or data else ""
     sources = load_recipe(recipe or DEFAULT).get("data", {}).get("sources") or [{"path": "self"}]
-    if not data and sources[0]["path"] == "self":  # which only a whole model writes
+    if writes := not data and sources[0]["path"] == "self":  # its own data, which only a whole model can
         data = ["yahma/alpaca-cleaned"]
     arguments: Any = {"model": model, "data": data, "recipe": recipe, "overrides": overrides}
     config = resolve_for_model(given, known=HUB_IDS.values(), **arguments)
@@ -59,5 +59,6 @@ def plan(
             if fits and not command:
                 start = f"torchrun --nproc-per-node {processes} -m lolcats" if processes > 1 else "lolcats"
                 sets = "".join(f" --set {field}={str(value).lower()}" for field, value in changes.items())
-                command = f"{start} linearize {config.model.path} -o out/{sets}{given_more}"
+                source = " --data DATA" * (writes and (processes > 1 or "transfer.block_mode" in changes))
+                command = f"{start} linearize {config.model.path}{source} -o out/{sets}{given_more}"
         typer.echo(f"  {command or 'none fits; try more --gpus, or --no-adjust for stage 1 alone'}\n")

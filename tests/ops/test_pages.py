@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lolcats.ops import hybrid_attention, initial_state
 from lolcats.ops.eight_bits import pack, unpack
-from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, page_parts, paged_attention
+from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, Tokens, page_parts, paged_attention
 
 
 def pages_of(case: Case, count: int, **options) -> StatePages:
@@ -58,7 +58,7 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
     batch = PagedBatch(begin, past, page_2B, position_B, begin_B, steps=steps)
     attend = partial(hybrid_attention, config=case.config, params=case.params, backend="chunked")
     y = torch.zeros_like(parts[0])
-    paged_attention(*parts, pages, batch, y, attend=attend, heads_G=heads, **kernels)
+    paged_attention(Tokens(*parts, y, heads), pages, batch, attend=attend, **kernels)
     assert (y[begin[-1] :] == 0).all(), "wrote behind the batch"
     if heads is not None:
         y, others = y.unflatten(1, (kv_heads, 2, -1)).unbind(2)

@@ -7,7 +7,7 @@ import torch
 
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack
-from lolcats.ops.hybrid_attention.pages import PagedBatch
+from lolcats.ops.hybrid_attention.pages import PagedBatch, Tokens
 from lolcats.vllm_plugin.rings import NO_PAGE, Ring, ring_attention
 
 KV_HEADS, GROUP, DIM = 4, 2, 16
@@ -57,7 +57,7 @@ def run_schedule(ring: Ring, size: int, steps: bool, tensors: list, seed: int) -
         )
         y = torch.zeros_like(q)
         heads = torch.tensor(HEADS, device=DEVICE)
-        ring_attention(ring, q, k, v, memory, batch, y, heads, scale=0.3, softcap=None)
+        ring_attention(ring, Tokens(q, k, v, y, heads), memory, batch, scale=0.3, softcap=None)
         assert not y.unflatten(1, (KV_HEADS, -1))[:, [1, 2]].any(), "wrote other heads"
         for place, row in enumerate(rows):
             done[row].append(y[begin[place] : begin[place + 1]])

@@ -26,7 +26,7 @@ from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import hybrid_attention
-from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, paged_attention
+from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, Tokens, paged_attention
 from lolcats.vllm_plugin.backend import steps_in_pages
 from lolcats.vllm_plugin.pages import (
     heads_of_rank,
@@ -217,12 +217,10 @@ class PagedHybridAttention(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Write the output of linear and bounded heads for the tokens of the current forward pass."""
         metadata = get_forward_context().attn_metadata
-        q_NHD, k_NGD, v_NGD, y_NHD = tensors = [
-            x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value, output)
-        ]
+        q, k, v, y = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value, output))
         if metadata is None:  # vLLM measures memory, or captures what lies between these layers
             if self.linear_attention is not None and self.kernels is None:
-                self._try_prompts(*tensors)
+                self._try_prompts(Tokens(q, k, v, y, self.heads))
             output.zero_()
             return
         first = self.pages[0]
@@ -231,12 +229,12 @@ class PagedHybridAttention(nn.Module):
             first.views = self._find_pages()
         states, rings = first.views
         if self.linear_attention is not None:
-            paged_attention(q_NHD, k_NGD, v_NGD, states, batch, y_NHD, heads_G=self.heads, **self._kernels())
+            paged_attention(Tokens(q, k, v, y, self.heads), states, batch, **self._kernels())
         if self.ring is not None:
             settings: dict[str, Any] = {"scale": self.impl.scale, "softcap": self.impl.logits_soft_cap or None}
             if self.has_sink:
-                settings["sink_logits"] = self.impl.sinks.unflatten(0, (k_NGD.shape[1], -1))[self.exact_heads].flatten()
-            ring_attention(self.ring, q_NHD, k_NGD, v_NGD, rings, batch, y_NHD, self.exact_heads, **settings)
+                settings["sink_logits"] = self.impl.sinks.unflatten(0, (k.shape[1], -1))[self.exact_heads].flatten()
+            ring_attention(self.ring, Tokens(q, k, v, y, self.exact_heads), rings, batch, **settings)
 
     def _find_pages(self) -> tuple[StatePages, Tensor]:
         """States, and the memory of rings: as neighbours in a group of vLLM's, pages of all sequences are equally far
@@ -251,17 +249,17 @@ class PagedHybridAttention(nn.Module):
             states = states[:, 0].unflatten(1, (len(self.linear_attention.heads.linear), -1))
         return StatePages(self.parts, states), memory_NPC[:, self.state_pages :]
 
-    def _try_prompts(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, y_NHD: Tensor) -> None:
+    def _try_prompts(self, prompt: Tokens) -> None:
         """Prompts and the rest of one, in a page of scratch: kernels are compiled before the first request comes."""
         nbytes = -(-self.pages[0].size // 4096) * 4096  # as aligned as vLLM's
         heads = len(self.linear_attention.heads.linear)
-        pages = StatePages(self.parts, q_NHD.new_zeros((heads, 1, nbytes), dtype=torch.uint8).transpose(0, 1))
-        page_2B = torch.zeros(2, 1, dtype=torch.int32, device=q_NHD.device)
-        few = min(len(q_NHD), 16)
-        for tokens, seen in ((len(q_NHD), 0), (few, 0), (few, 2048)):
+        pages = StatePages(self.parts, prompt.q_NHD.new_zeros((heads, 1, nbytes), dtype=torch.uint8).transpose(0, 1))
+        page_2B = torch.zeros(2, 1, dtype=torch.int32, device=prompt.q_NHD.device)
+        most, few = len(prompt.q_NHD), min(len(prompt.q_NHD), 16)
+        for tokens, seen in ((most, 0), (few, 0), (few, 2048)):
             begin_B, position_B = page_2B.new_tensor([0, tokens]), page_2B.new_tensor([seen], dtype=torch.int64)
             batch = PagedBatch([0, tokens], [seen], page_2B, position_B, begin_B, steps=0)
-            paged_attention(q_NHD, k_NGD, v_NGD, pages, batch, y_NHD, heads_G=self.heads, **self._kernels())
+            paged_attention(prompt, pages, batch, **self._kernels())
 
     @torch.no_grad()
     def _kernels(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
-from lolcats.ops.hybrid_attention.pages import PagedBatch
+from lolcats.ops.hybrid_attention.pages import PagedBatch, Tokens
 
 NO_PAGE = 0  # vLLM's block that no sequence has: what is written there is never read
 # Single tokens read their rings into memory of this size, as many sequences at once as fit.
@@ -80,38 +80,29 @@ class RingPages:
 
 def ring_attention(
     ring: Ring,
-    q_NHD: Tensor,
-    k_NGD: Tensor,
-    v_NGD: Tensor,
+    tokens: Tokens,
     memory_NPC: Tensor,
     batch: PagedBatch,
-    y_NHD: Tensor,
-    heads_G: Tensor,
     *,
     scale: float,
     softcap: float | None,
     sink_logits: Tensor | None = None,
 ) -> None:
-    """Softmax attention of N tokens of several sequences: each sees the last `window` tokens and the first `sinks`.
+    """Softmax attention of tokens of several sequences: each sees the last `window` tokens and the first `sinks`.
 
     Args:
-        q_NHD, k_NGD, v_NGD, batch, y_NHD: as in `paged_attention`.
+        tokens, batch: as in `paged_attention`, with `heads_G`, the heads that the rings belong to.
         memory_NPC: see `RingPages`; the pages of the batch are written.
-        heads_G: int64, the KV heads that the rings belong to; others are not read or written.
         sink_logits: of the query heads of `heads_G`.
     """
     rings = RingPages(ring, memory_NPC, batch.page_B)
     settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
-    kv_heads = k_NGD.shape[1]
-    q, k, v = (x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in (q_NHD, k_NGD, v_NGD))
+    q, k, v = (tokens.select(x) for x in tokens[:3])
     if ring.dtype == torch.int8:
         k, v = pack(k), pack(v)
     new_NG2C = torch.stack([k, v], 2)
 
-    def put(tokens: slice, y: Tensor) -> None:
-        y_NHD[tokens].unflatten(1, (kv_heads, -1)).index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))
-
-    at_once = max(SCRATCH_BYTES // (ring.slots * ring.slot_bytes * len(heads_G)), 1)
+    at_once = max(SCRATCH_BYTES // (ring.slots * ring.slot_bytes * k.shape[1]), 1)
     for first in range(0, batch.singles, at_once):
         rows = slice(first, min(first + at_once, batch.singles))
         position_B = batch.position_B[rows]
@@ -124,19 +115,19 @@ def ring_attention(
             unused_BS = torch.arange(used, device=q.device) >= length_B[:, None]  # NaN, if they were another layer's
             keys, values = (x.masked_fill(unused_BS[:, None, :, None], 0) for x in (keys, values))
         y_BH1D = softmax_attention(q_BH1D, keys, values, length=length_B, **settings)
-        put(rows, y_BH1D.squeeze(2))
+        tokens.part(rows).put(y_BH1D.squeeze(2))
 
     for row in range(batch.singles, len(batch.seen)):
-        tokens, rows, seen = slice(*batch.begin[row : row + 2]), slice(row, row + 1), batch.seen[row]
-        position = torch.arange(seen, seen + tokens.stop - tokens.start, device=q.device)
-        keys, values = (x.transpose(0, 1)[None] for x in (k[tokens], v[tokens]))
+        own, rows, seen = slice(*batch.begin[row : row + 2]), slice(row, row + 1), batch.seen[row]
+        position = torch.arange(seen, seen + own.stop - own.start, device=q.device)
+        keys, values = (x.transpose(0, 1)[None] for x in (k[own], v[own]))
         reach: dict[str, Any] = {"sliding_window": ring.window, "sinks": ring.sinks}
         if seen:
             slots, old = held_places(seen, ring.window, ring.sinks, q.device), rings.read(rows, min(seen, ring.slots))
             keys, values = (torch.cat([x[:, :, slots], new], 2) for x, new in zip(old, (keys, values), strict=True))
-        y_1HTD = softmax_attention(q[tokens].transpose(0, 1)[None], keys, values, **reach, **settings)
-        put(tokens, y_1HTD[0].transpose(0, 1))
-        slot, new = place_of(position, ring.window, ring.sinks), new_NG2C[tokens]
+        y_1HTD = softmax_attention(q[own].transpose(0, 1)[None], keys, values, **reach, **settings)
+        tokens.part(own).put(y_1HTD[0].transpose(0, 1))
+        slot, new = place_of(position, ring.window, ring.sinks), new_NG2C[own]
         late = max(len(slot) - ring.window, 0)
         for kept in (slice(max(min(ring.sinks - seen, late), 0)), slice(late, None)):
             rings.write(rows, slot[kept], new[kept])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -60,6 +60,54 @@ class StatePages:
             view[page_B] = getattr(state, name).unflatten(1, view.shape[1:3])
 
 
+class Tokens(NamedTuple):
+    """Queries, keys and values of N tokens, and where their outputs are written."""
+
+    q_NHD: Tensor
+    k_NGD: Tensor
+    v_NGD: Tensor
+    y_NHD: Tensor
+    heads_G: Tensor | None = None  # int64, the key/value heads to compute; others are not read or written. None: all
+
+    def part(self, tokens: slice) -> Tokens:
+        return Tokens(self.q_NHD[tokens], self.k_NGD[tokens], self.v_NGD[tokens], self.y_NHD[tokens], self.heads_G)
+
+    def select(self, x: Tensor) -> Tensor:
+        """Of queries, keys or values those of `heads_G`."""
+        if self.heads_G is None:
+            return x
+        return x.unflatten(1, (self.k_NGD.shape[1], -1)).index_select(1, self.heads_G).flatten(1, 2)
+
+    def put(self, y_NHD: Tensor) -> None:
+        """Write the outputs of `heads_G`."""
+        if self.heads_G is None:
+            self.y_NHD.copy_(y_NHD)
+        else:
+            whole = self.y_NHD.unflatten(1, (self.k_NGD.shape[1], -1))
+            whole.index_copy_(1, self.heads_G, y_NHD.unflatten(1, (len(self.heads_G), -1)))
+
+
+class PagedStep(NamedTuple):
+    """Where one token of each of B sequences finds its state and writes its output; `heads_G` as in `Tokens`."""
+
+    page_B: Tensor  # int32; sequences with a negative one do not exist
+    y_BH1D: Tensor  # is anything for sequences that do not exist
+    heads_G: Tensor | None
+
+
+class Sequences(NamedTuple):
+    """N sequences whose tokens are one row, and where their states are.
+
+    page_2N: int64, the pages where each state is read and written. If these differ, the next sequence is the rest of
+        this one, cut so that the state between is kept, too. All pages that are written are different.
+    """
+
+    page_2N: Tensor
+    position_N: Tensor  # int64, tokens that each sequence has seen
+    cu_seqlens: Tensor  # borders, [N + 1]
+    seen: tuple[int, ...] | None  # the numbers in `position_N`, if the host knows them
+
+
 class PagedBatch:
     """Which sequences the tokens of a batch belong to, one sequence after the other.
 
@@ -92,61 +140,43 @@ class PagedBatch:
         others = (row for row, (start, end) in enumerate(pairwise(begin)) if end - start != 1)
         self.singles = steps or next(others, len(seen))
         self.shared: dict[Hashable, Any] = {}
-        self.rest = None  # of the sequences behind `steps`: pages, positions and borders
+        self.rest: Sequences | None = None  # those behind `steps`
         if steps < len(seen):
-            rows = slice(steps, len(seen))
-            self.rest = page_2B[:, rows].long(), position_B[rows], begin_B[steps : len(begin)] - begin[steps]
+            rows, cu_seqlens = slice(steps, len(seen)), begin_B[steps : len(begin)] - begin[steps]
+            self.rest = Sequences(page_2B[:, rows].long(), position_B[rows], cu_seqlens, tuple(seen[rows]))
 
 
 def paged_attention(
-    q_NHD: Tensor,
-    k_NGD: Tensor,
-    v_NGD: Tensor,
+    tokens: Tokens,
     pages: StatePages,
     batch: PagedBatch,
-    y_NHD: Tensor,
     *,
-    attend: Callable[..., tuple[Tensor, HybridState | None]],
+    attend: Callable[..., Any],
     step: Callable[..., Any] | None = None,
     prefill: Callable[..., Any] | None = None,
-    heads_G: Tensor | None = None,
 ) -> None:
-    """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
+    """Hybrid attention of tokens of several sequences whose states are in pages. Not differentiable.
 
     Args:
-        q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
-        pages: states; those of the batch are written.
-        y_NHD: is written where the batch has tokens.
+        tokens: the batch's; what lies behind them is neither read nor written.
+        pages: states of the tokens' heads; those of the batch are written.
         attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens and return_state.
         step: `kernels.decode.triton_step` as a function of all but config and params; takes the batch's `steps`.
         prefill: `kernels.prefill.prefill` as a function of all but config and params; takes all others.
-        heads_G: int64, the key/value heads that the states belong to, where there are others, which are not read or
-            written; None: all.
     """
-    kv_heads = k_NGD.shape[1]
     if batch.steps:
         assert step is not None
-        q, k, v, y = (x[: batch.steps, :, None] for x in (q_NHD, k_NGD, v_NGD, y_NHD))
+        q, k, v, y = (x[: batch.steps, :, None] for x in tokens[:4])
         state = HybridState(**pages.views, position=batch.position_B[: batch.steps])
-        step(q, k, v, state=state, page_B=batch.page_B[: batch.steps], y_BH1D=y, heads_G=heads_G)
-    if batch.rest is None:
+        step(q, k, v, state=state, paged=PagedStep(batch.page_B[: batch.steps], y, tokens.heads_G))
+    if (rest := batch.rest) is None:
         return
-    page_2B, position_B, cu_seqlens = batch.rest
-    tokens, seen = slice(batch.begin[batch.steps], batch.begin[-1]), tuple(batch.seen[batch.steps :])
-    own, y_THD = [x[tokens] for x in (q_NHD, k_NGD, v_NGD)], y_NHD[tokens]
+    own = tokens.part(slice(batch.begin[batch.steps], batch.begin[-1]))
     if prefill is not None:
-        where: dict[str, Any] = {"page_2N": page_2B, "position_N": position_B, "cu_seqlens": cu_seqlens, "seen": seen}
-        prefill(*own, parts=pages.views, **where, y_THD=y_THD, heads_G=heads_G, shared=batch.shared)
+        prefill(own, sequences=rest, parts=pages.views, shared=batch.shared)
         return
-    if heads_G is not None:
-        own = [x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in own]
-    q_1HTD, k_1GTD, v_1GTD = (x.transpose(0, 1)[None] for x in own)
-    before = pages.load(page_2B[0], position_B) if any(seen) else None
-    y_1HTD, after = attend(q_1HTD, k_1GTD, v_1GTD, state=before, cu_seqlens=cu_seqlens, return_state=True)
-    assert after is not None
-    pages.store(page_2B[1], after)
-    y = y_1HTD[0].transpose(0, 1)
-    if heads_G is None:
-        y_THD.copy_(y)
-    else:
-        y_THD.unflatten(1, (kv_heads, -1)).index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))
+    before = pages.load(rest.page_2N[0], rest.position_N) if any(rest.seen or ()) else None
+    q_1HTD, k_1GTD, v_1GTD = (own.select(x).transpose(0, 1)[None] for x in own[:3])
+    y_1HTD, after = attend(q_1HTD, k_1GTD, v_1GTD, state=before, cu_seqlens=rest.cu_seqlens, return_state=True)
+    pages.store(rest.page_2N[1], after)
+    own.put(y_1HTD[0].transpose(0, 1))

@@ -64,6 +64,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     store_rows,
     store_vector,
 )
+from lolcats.ops.hybrid_attention.pages import PagedStep
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState
 
@@ -126,9 +127,7 @@ def triton_step(
     params: HybridParams,
     *,
     state: HybridState,
-    page_B: Tensor | None = None,
-    y_BH1D: Tensor | None = None,
-    heads_G: Tensor | None = None,
+    paged: PagedStep | None = None,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1; or of sequences whose states are in pages. Nothing waits for the device.
 
@@ -138,11 +137,9 @@ def triton_step(
     Args:
         state: of pages the views of `pages.StatePages`, dense in all axes but the first two, and the tokens that each
             sequence has seen: at 0 what its page holds is not used. These positions are not changed.
-        page_B: each sequence's place in `state`, int32; sequences with a negative one do not exist.
-        y_BH1D: is written, and is anything for sequences that do not exist.
-        heads_G: int64, the key/value heads that have states and parameters, where q, k, v and y have others beside
-            them, which are not read or written; None: all.
+        paged: which pages, and where the outputs go.
     """
+    page_B, y_BH1D, heads_G = paged or (None, None, None)
     if page_B is None and not all(x.is_contiguous() for x in state):
         state = state.map(torch.Tensor.contiguous)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

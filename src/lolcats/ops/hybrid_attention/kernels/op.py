@@ -22,6 +22,7 @@ from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forwar
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.prefill import prefill
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
+from lolcats.ops.hybrid_attention.pages import Sequences, Tokens
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, keeps_eight_bits, needs_gradient, once
 
@@ -98,13 +99,12 @@ def _with_state(
     if not fresh:
         state = state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
     page_2N = torch.arange(len(state.position), device=q_BHTD.device).expand(2, -1)
-    where: dict[str, Any] = {"page_2N": page_2N, "position_N": state.position, "cu_seqlens": cu_seqlens}
     q, k, v = (_dense(x).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-    y, seen = torch.empty_like(q), (0,) * len(state.position) if fresh else None
-    by_head = (k.shape[1], -1)
-    parts = {name: x.unflatten(1, by_head) for name, x in state._asdict().items() if name != "position"}
-    tables = prefill(q, k, v, *settings, parts=parts, **where, seen=seen, y_THD=y, shared=shared)
-    y_BHTD = y.unflatten(0, (batch, tokens)).transpose(1, 2)
+    row = Tokens(q, k, v, torch.empty_like(q))
+    sequences = Sequences(page_2N, state.position, cu_seqlens, (0,) * len(page_2N[0]) if fresh else None)
+    parts = {name: x.unflatten(1, (k.shape[1], -1)) for name, x in state._asdict().items() if name != "position"}
+    tables = prefill(row, *settings, sequences=sequences, parts=parts, shared=shared)
+    y_BHTD = row.y_NHD.unflatten(0, (batch, tokens)).transpose(1, 2)
     return y_BHTD, state._replace(position=state.position + tables.length_N)
 
 

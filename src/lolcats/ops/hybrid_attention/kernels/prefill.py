@@ -18,22 +18,16 @@ from lolcats.ops.hybrid_attention.kernels.forward import forward
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
+from lolcats.ops.hybrid_attention.pages import Sequences, Tokens
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import once, ring_positions
 
 
 class Tables:
-    """Which token goes where, of N sequences one after the other in a row of T tokens.
+    """Which token goes where, of `pages.Sequences` in a row of T tokens.
 
     The kernels see a row of E entries: of every sequence the tokens of its ring that are in no sum yet, then its new
     tokens; at the end padding, if there is some, or if `seen` does not tell how many there are of the first kind.
-
-    Args:
-        position_N: int64, tokens that each sequence has seen.
-        page_2N: int64, the pages where its state is read and written. If these differ, the next sequence is the rest
-            of this one, cut so that the state between is kept, too.
-        cu_seqlens: borders, [N + 1].
-        seen: the numbers in `position_N`, a tuple, or None.
 
     Attributes:
         length_N: new tokens of each sequence.
@@ -45,7 +39,7 @@ class Tables:
     """
 
     def __init__(
-        self, config: AttentionConfig, position_N: Tensor, page_2N: Tensor, cu_seqlens: Tensor, tokens: int, seen: Any
+        self, config: AttentionConfig, page_2N: Tensor, position_N: Tensor, cu_seqlens: Tensor, seen: Any, tokens: int
     ) -> None:
         count, capacity, device = len(position_N), config.capacity, position_N.device
         from_N, page_N = page_2N
@@ -89,37 +83,29 @@ class Tables:
 
 
 def prefill(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
+    tokens: Tokens,
     config: AttentionConfig,
     params: HybridParams,
     *,
+    sequences: Sequences,
     parts: dict[str, Tensor],
-    page_2N: Tensor,
-    position_N: Tensor,
-    cu_seqlens: Tensor,
-    seen: tuple[int, ...] | None,
-    y_THD: Tensor,
-    heads_G: Tensor | None = None,
     shared: dict[Hashable, Any] | None = None,
 ) -> Tables:
     """Outputs of N sequences, whose states are read and written where they lie. Nothing waits for the device.
 
     Args:
-        parts: the views of `pages.StatePages`; y_THD, heads_G: see `triton_step`.
-        page_2N, position_N, cu_seqlens, seen: see `Tables`; all pages that are written are different.
+        parts: the views of `pages.StatePages`.
         shared: see `hybrid_attention`.
     """
-    tables = once(shared, Tables, config, position_N, page_2N, cu_seqlens, len(q_THD), seen)
-    count, kv_heads, entries = len(position_N), k_TGD.shape[1], len(tables.token_E)
-    if heads_G is not None:
-        q_THD = q_THD.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2)
+    page_2N, position_N, _, seen = sequences
+    q_THD, k_TGD, v_TGD = tokens.select(tokens.q_NHD), tokens.k_NGD, tokens.v_NGD
+    tables = once(shared, Tables, config, *sequences, len(q_THD))
+    count, entries = len(position_N), len(tables.token_E)
     q_EHD = q_THD if entries == len(q_THD) else q_THD.index_select(0, tables.token_E)
     S, z, keys, values = parts["S"], parts["z"], parts["k"][:, :, 0], parts["v"][:, :, 0]
     new, sink = (k_TGD[:, :, None], v_TGD[:, :, None]), (parts["sink_k"][:, :, 0], parts["sink_v"][:, :, 0])
     memory = k_TGD.new_empty(2, entries + count * config.sinks, S.shape[1], 1, k_TGD.shape[2])
-    places: dict[str, Any] = {"sinks": sink if config.sinks else None, "heads_G": heads_G}
+    places: dict[str, Any] = {"sinks": sink if config.sinks else None, "heads_G": tokens.heads_G}
     store_tokens(*new, keys, values, tables.seen, dense=(memory[0], memory[1]), **places)
 
     q, k, v = (x.transpose(0, 1)[None] for x in (q_EHD, *memory[:, :entries, :, 0]))
@@ -141,9 +127,5 @@ def prefill(
         S[page_2N[1]] = states.end_S.unflatten(1, S.shape[1:3])
         z[page_2N[1]] = states.end_z.unflatten(1, S.shape[1:3])
     y = out.y[0].transpose(0, 1)
-    y = y if entries == len(q_THD) else y.index_select(0, tables.entry_T)
-    if heads_G is None:
-        y_THD.copy_(y)
-    else:
-        y_THD.unflatten(1, (kv_heads, -1)).index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))
+    tokens.put(y if entries == len(q_THD) else y.index_select(0, tables.entry_T))
     return tables

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from lolcats.data.packed import PackedDataset
 
-DATA_FORMAT = 4  # raise when the same inputs would give other tokens, labels or files
+DATA_FORMAT = 5  # raise when the same inputs would give other tokens, labels or files
 ARRAYS = ("input_ids", "label_mask")
 
 logger = logging.getLogger(__name__)

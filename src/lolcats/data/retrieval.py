@@ -41,6 +41,7 @@ PASSKEY_FACT = "\nThe pass key is {0}. Remember it. {0} is the pass key.\n"
 PASSKEY_QUESTION = "\nWhat is the pass key? The pass key is"
 COPY_PREFIX = 4  # tokens of a copy that show what is being copied, and are no answers
 LOOK_UPS = 6
+PLAIN: dict[str, Any] = {"add_special_tokens": False, "verbose": False}  # of a tokenizer's call
 
 
 @dataclass(frozen=True)
@@ -181,33 +182,27 @@ class RetrievalWriter:
     def _table(self, draw: np.random.Generator, length: int, kind: str) -> Sample:
         headline, entry, query = getattr(self.templates, kind)
         header = self._encode(f"{headline}\n")
-        keys = iter(self._draw_words(draw, min(length // 4, len(self.words))))
-        words = self._draw_words(draw, len(self.words))
-        room = length - len(header) - LOOK_UPS * 32
-        rows: list[tuple[str, str, np.ndarray]] = []
-        for number, key in enumerate(keys):
-            value = words[number % len(words)] if kind == "pairs" else str(draw.integers(10_000, 1_000_000))
-            tokens = self._encode(entry.format(key, value) + "\n")
-            if room < len(tokens):
-                break
-            rows.append((key, value, tokens))
-            room -= len(tokens)
-        if len(rows) < 2 * LOOK_UPS:
-            raise UserError(
-                f"{kind}: {length} tokens hold {len(rows)} entries, expected {2 * LOOK_UPS}; raise the length"
-            )
+        keys = self._draw_words(draw, min(length // 6, len(self.words)))
+        values = self._draw_words(draw, len(keys))
+        if kind == "phone_book":
+            values = [str(value) for value in draw.integers(10_000, 1_000_000, len(keys))]
+        pairs = list(zip(keys, values, strict=True))
+        entries = self.tokenizer([f"{entry.format(*pair)}\n" for pair in pairs], **PLAIN)["input_ids"]
+        sizes = np.cumsum([len(ids) for ids in entries])
+        rows = int(np.searchsorted(sizes, length - len(header) - LOOK_UPS * 32, side="right"))
+        if rows < 2 * LOOK_UPS:
+            raise UserError(f"{kind}: {length} tokens hold {rows} entries, expected {2 * LOOK_UPS}; raise the length")
         questions, answers, sources = [], [], []
-        for number in draw.choice(len(rows) * 3 // 4, LOOK_UPS, replace=False):
-            key, value, tokens = rows[number]
-            asked = self._encode("\n" + query.format(key))
-            whole = self._encode("\n" + entry.format(key, value))
+        for number in draw.choice(rows * 3 // 4, LOOK_UPS, replace=False):
+            asked = self._encode("\n" + query.format(pairs[number][0]))
+            whole = self._encode("\n" + entry.format(*pairs[number]))
             shared = next(
                 (place for place, pair in enumerate(zip(asked, whole, strict=False)) if pair[0] != pair[1]), len(asked)
             )
             questions.append(whole[:shared])
             answers.append(whole[shared:])
             sources.append(2 + int(number))  # after text and header
-        parts = [header, *(tokens for _, _, tokens in rows)]
+        parts = [header, *(np.array(ids, np.int32) for ids in entries[:rows])]
         missing = length - sum(map(len, parts)) - sum(map(len, questions)) - sum(map(len, answers))
         return _joined([self.text_of(draw, missing), *parts], answers, sources, questions)
 
@@ -238,7 +233,7 @@ class RetrievalWriter:
         return self.text[start : start + count]
 
     def _encode(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+        return np.array(self.tokenizer(text, **PLAIN)["input_ids"], dtype=np.int32)
 
 
 def retrieval_dataset(
@@ -289,7 +284,7 @@ def haystack_text(haystack: str, split: Split) -> str:
 def _haystack_tokens(tokenizer: Any, haystack: str, split: Split) -> np.ndarray:
     text = haystack_text(haystack, split)[:HAYSTACK_CHARACTERS]
     pieces = [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]  # which are encoded in parallel
-    encoded = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = tokenizer(pieces, **PLAIN)["input_ids"]
     tokens = np.concatenate([np.array(ids, dtype=np.int32) for ids in encoded])
     tokens.flags.writeable = False
     return tokens
@@ -302,7 +297,7 @@ def _check_room(tokens: int) -> None:
 
 @lru_cache(maxsize=8)
 def _filler_tokens(tokenizer: Any, repeats: int) -> np.ndarray:
-    return np.array(tokenizer(PASSKEY_FILLER * repeats, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+    return np.array(tokenizer(PASSKEY_FILLER * repeats, **PLAIN)["input_ids"], np.int32)
 
 
 def _joined(

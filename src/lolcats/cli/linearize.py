@@ -41,7 +41,7 @@ def linearize(
 
     Stage 1 (attention transfer) trains the feature maps to reproduce each softmax attention's output.
 
-    Stage 2 (low-rank adjusting) trains LoRA adapters for next-token prediction.
+    Stage 2 (low-rank adjusting) trains LoRA adapters to match the original's distribution, or the data's tokens.
 
     OUTPUT becomes a Hugging Face folder; its run/ folder holds configuration and checkpoints.
 

@@ -131,12 +131,14 @@ def passes(program: str) -> bool:
     return done.returncode == 0
 
 
-def humaneval(answers: Answers, folder: Path, before: int = 0, count: int | None = None) -> dict[str, float]:
+def humaneval(
+    answers: Answers, folder: Path, before: int = 0, count: int | None = None, draw: int = 0
+) -> dict[str, float]:
     """pass@1 with so many tokens of other code before the task (prompt as lm-eval's humaneval_instruct)."""
     tasks = rows(folder, "humaneval", "test")[:count]
     prompts = []
     for number, task in enumerate(tasks):
-        front = other_code(answers.tokenizer, before, number) if before else ""
+        front = other_code(answers.tokenizer, before, number + 1000 * draw) if before else ""
         ask = "Write a solution to the following problem and make sure that it passes the tests:\n"
         begin = f"Here is the completed function:\n```python\n{task['prompt']}"
         prompts.append(answers.chat(f"{front}{ask}```python\n{task['prompt']}\n```", begin))
@@ -311,7 +313,7 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     timed("labels_120shot", labels, answers, folder, 120, options.labels)
     timed("gsm8k_32shot", gsm8k, answers, folder, 32, options.questions)
     for before in options.before:
-        timed(f"humaneval_{before}", humaneval, answers, folder, before, options.programs)
+        timed(f"humaneval_{before}", humaneval, answers, folder, before, options.programs, options.front)
     answers.shutdown()
     if teacher is not None and writes:
         teacher.write_text(json.dumps(kept))
@@ -332,6 +334,7 @@ def main() -> None:
     parser.add_argument("--cache-bits", type=int, help="4, 8: of a softmax model's keys and values (hqq)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--before", type=int, nargs="*", default=[1024, 4096])
+    parser.add_argument("--front", type=int, default=0, help="which draw of code stands before programs")
     parser.add_argument("--programs", type=int, default=None)
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--mmlu", type=int, default=1000)

@@ -60,9 +60,15 @@ PARTS = {
 TABLES = {  # by sweep
     "main": ResultTable(
         {"teacher": "SmolLM2 135M Instruct (softmax)"}
-        | same("softmax + LoRA", "T2R", "Hedgehog", "SUPRA", "no transfer", "window only", "LoLCATs"),
+        | same("softmax + LoRA", "T2R", "Hedgehog", "no transfer", "window only", "LoLCATs"),
+        AFTER | AVERAGES,
+    ),
+    "main_15": ResultTable(
+        {"teacher": "Qwen2.5-Coder-1.5B-Instruct (softmax)", "softmax + LoRA": "softmax + LoRA"}
+        | {"lolcats-hybrid": "`lolcats-hybrid`, half of the tokens"}
+        | same("half of the layers softmax", "LoLCATs", "window only", "no transfer", "T2R", "Hedgehog"),
         AFTER | TASKS,
-        ("main", "main-no-transfer", "main-supra", "seeds"),
+        ("main", "main-no-transfer", "seeds"),
     ),
     "components": ResultTable(
         product({"hedgehog": "Hedgehog", "t2r": "T2R"}, PARTS),
@@ -108,6 +114,7 @@ TABLES = {  # by sweep
 }
 
 
+MAIN_15 = "paper_qwen2.5-coder-1.5b_h100_2026-11-28.jsonl"
 RUNS, PAGES = "smollm2_h200_2026-11-21", ("results.md", "paper.md")
 HYBRID = {  # rows of the table of exact heads -> file and method of their runs
     "teacher, untrained": ("ends_smollm2_h200_2026-11-23: softmax, untrained",),
@@ -170,15 +177,16 @@ class Results:
             ability[size] = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
         files = sorted(folder.glob("long_qwen2.5-coder-*.jsonl"))
         long = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-        return cls(_finished(folder / RUNS / "rows.jsonl"), steps, hybrid, ability, long)
+        rows = [row for file in (f"{RUNS}/rows.jsonl", MAIN_15) for row in _finished(folder / file)]
+        return cls(rows, steps, hybrid, ability, long)
 
     def of(self, sweep: str, case: str) -> list[dict[str, float]]:
         """The numbers of a table's row, one entry a seed."""
-        if case == "teacher":  # its perplexity is that on the validation sequences of the main comparison
+        runs = [row for row in self.rows if row["sweep"] == sweep and "|".join(row["case"].values()) == case]
+        if case == "teacher" and not runs:  # its perplexity: on the validation sequences of the main comparison
             numbers = numbers_of({"evaluation": self.steps["teacher"]["result"]["models"][0]})
             found = next((row["perplexity"]["teacher"] for row in self.rows if row["sweep"] == "main"), None)
             return [numbers | ({} if found is None else {"perplexity adjust": found})]
-        runs = [row for row in self.rows if row["sweep"] == sweep and "|".join(row["case"].values()) == case]
         return [numbers_of(row) for row in runs]
 
 
@@ -216,7 +224,7 @@ def table(name: str, results: Results) -> list[str]:
             ours = _number([seed[column] for seed in seeds if column in seed])
             known = (PAPER[paper]["rows"].get(case, {}).get(column) for paper in shown.papers)
             paper = _papers_number(next((value for value in known if value is not None), None))
-            cells.append("-" if ours == paper == "-" else f"{ours} / {paper}")
+            cells.append(ours if paper == "-" else f"{ours} / {paper}")
         rows.append(cells)
     return markdown(["", *shown.columns.values()], rows)
 
@@ -291,13 +299,8 @@ def fact(kind: str, tokens: int, *measures: str) -> Column:
 def ability(runs: list[dict[str, Any]]) -> list[str]:
     """What a model still does."""
     tasks = {"HumanEval": "humaneval", "behind 1k": "humaneval_1024", "4k": "humaneval_4096"}
-    tasks |= {
-        "4k of other": "humaneval_4096_front1",
-        "GSM8K": "gsm8k",
-        "8-shot": "gsm8k_8shot",
-        "MMLU": "mmlu",
-        "120 labels": "labels_120shot",
-    }
+    tasks |= {"4k of other": "humaneval_4096_front1", "GSM8K": "gsm8k", "8-shot": "gsm8k_8shot", "MMLU": "mmlu"}
+    tasks["120 labels"] = "labels_120shot"
     columns: dict[str, Column] = {"MiB at 8k": (1, lambda run: run["cache_mib"]["8192"])}
     columns |= {title: percent(name) for title, name in tasks.items()}
     texts = {"WikiText-2, 1k": 1024, "at 4k": 4096, "8k": 8192}
@@ -336,12 +339,9 @@ def mib(runs: list[dict[str, Any]]) -> float:
 
 
 def provenance(results: Results) -> list[str]:
-    counts = Counter((row["provenance"]["device"], str(row["provenance"]["commit"])[:12]) for row in results.rows)
-    cells = [[f"{count} runs", *origin] for origin, count in sorted(counts.items())]
-    for name, step in sorted(results.steps.items()):
-        origin = step["result"]["provenance"]
-        cells.append([name, origin["device"], str(origin["commit"])[:12]])
-    return markdown(["", "device", "commit"], cells)
+    origins = [found["provenance"] for found in (*results.rows, *(step["result"] for step in results.steps.values()))]
+    counts = Counter((origin["device"], str(origin["commit"])[:12]) for origin in origins)
+    return markdown(["runs", "device", "commit"], [[str(count), *origin] for origin, count in sorted(counts.items())])
 
 
 def fill(page: str, results: Results) -> str:
@@ -417,37 +417,37 @@ def recall(results: Results) -> Figure:
     return figure
 
 
-ABLE = {  # of the table of abilities, drawn: rows of one way, smaller caches first
-    "window and linear part": ("12 %, window 128", "12 %, 4096", "`lolcats-hybrid`", "..., 48 % of the heads"),
-    "window alone": ("12 %, 4096, no linear part", "..., no linear part, a window of 576"),
+ABLE = {  # of the table of abilities, drawn: rows of one way
+    "exact heads, window and linear part": ("12 %, window 128", "`lolcats-hybrid`", "..., 48 % of the heads"),
+    "no linear part": ("..., no linear part, a window of 576",),
+    "window alone": ("window of 512 in 2 blocks alone, same data", "window of 704 in 4 blocks alone, same data"),
     "softmax": ("teacher",),
 }
 
 
 def frontier(results: Results) -> Figure:
-    """What bytes buy in ability: means over seeds, seven tasks of `ability` weigh the same."""
+    """What bytes buy: means over seeds. Seven tasks of `ability` weigh the same; facts far away."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
     names = ("humaneval", "humaneval_1024", "humaneval_4096", "gsm8k", "gsm8k_8shot", "mmlu", "labels_120shot")
-    for axis, length in zip(axes, ("8192", "32768"), strict=True):
-        for (label, titles), style in zip(ABLE.items(), ("C0o", "C1s", "k^"), strict=True):
-            for title in titles:
-                runs = [run for run in results.ability["0.5b"] if run["row"] == title]
-                sizes = {round(run["cache_mib"][length], 1) for run in runs}
-                found = [[run["found"][task]["percent"] for run in runs if task in run["found"]] for task in names]
-                mean = statistics.fmean(statistics.fmean(values or [0.0]) for values in found)
-                axis.plot([*sizes], [mean] * len(sizes), style, label=label if title == titles[0] else None)
-                name = re.sub(r"[`.]+,? ?|, no linear part,?|, 4096", "", title)
-                for size in sizes:
-                    axis.annotate(name, (size, mean), (5, -9), textcoords="offset points", fontsize=8)
-        axis.set(xscale="log", xlabel=f"cache of a sequence of {length} tokens (MiB)")
-        ticks = [size for size in (16, 32, 64, 128, 256, 512) if axis.get_xlim()[0] < size < axis.get_xlim()[1]]
-        axis.set_xticks(ticks, [str(size) for size in ticks])
-        axis.margins(x=0.15)
+    tasks, facts = [percent(name)[1] for name in names], [fact("needle", 32768, "recall_long", "recall")[1]]
+    panels = ("8192", 2, tasks, "mean of seven tasks (%)"), ("32768", 4, facts, "one fact found in 32768 tokens (%)")
+    for axis, (length, least, measures, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        for (label, titles), style in zip(ABLE.items(), ("C0o", "C1s", "C2v", "k^"), strict=True):
+            for row in titles:
+                runs = [run for run in results.ability["0.5b"] if run["row"] == row]
+                found = [[value for run in runs if (value := find(run)) is not None] for find in measures]
+                if not all(found):
+                    continue
+                place = runs[0]["cache_mib"][length], statistics.fmean(map(statistics.fmean, found))
+                axis.plot(*place, style, label=label if row == titles[0] else None)
+                name = re.sub(r"[`.]+,? ?|no linear part, a | in . blocks alone, same data", "", row)
+                offset, side = ((-5, 5), "right") if "alone" in row else ((5, -10), "left")
+                axis.annotate(name, place, offset, textcoords="offset points", fontsize=8, ha=side)
+        axis.set(xscale="log", xlabel=f"MiB of a sequence of {length} tokens", title=title, xlim=(least, 200 * least))
+        axis.set_xticks([8, 16, 32, 64, 128, 256], ["8", "16", "32", "64", "128", "256"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set(ylabel="mean of seven tasks (%)")
-    axes[0].legend(fontsize=8, loc="lower right")
+    figure.axes[0].legend(fontsize=8, loc="center right")
     return figure
 
 

@@ -207,6 +207,7 @@ def open_run(config: LinearizeConfig, output: Path, console: Console | None = No
     with open_group(config.model.device) as group:
         run = Run(config, output, group, console if group.is_main else Console(quiet=True), **options)
         try:
+            run.console.print(f"reading {config.model.path}", highlight=False, soft_wrap=True)  # a hub may be slow
             with group.sync_errors():
                 run.check()
             yield run

@@ -225,13 +225,13 @@ def test_any_split_is_the_whole(config):
 @torch.no_grad()
 def test_keys_and_values_in_eight_bits(backend, config):
     """However they are read, the results are those of the rounded ones, and windows keep them packed."""
-    case = make_case(replace(config_of(config), cache_bits=8), 150, batch=2, heads=4, kv_heads=2)
+    case = make_case(replace(config_of(config), cache_bits=8), 150, batch=1 + GPU, heads=2 + 2 * GPU, kv_heads=2)
     rounded = replace(case, k=unpack(pack(case.k), case.q.dtype), v=unpack(pack(case.v), case.q.dtype))
     y, state = replace(rounded, config=config_of(config)).run("reference", return_state=True)
     found = {"whole": case.run(backend, return_state=True)}
     if backend != "reference":
         outputs, after = [], None
-        for begin, end in pairwise([0, 70, 71, 72, 120, 148, 149, 150]):
+        for begin, end in pairwise([0, 70, 71, 120, 149, 150]):
             part, after = case.part(begin, end).run(backend, state=after, return_state=True)
             outputs.append(part)
         found["parts"] = torch.cat(outputs, 2), after

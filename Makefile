@@ -19,6 +19,8 @@ INSTALL := -m pip install --quiet --no-compile
 TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
+# What is imported is compiled once, not by every process for ten seconds, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 # What test-oldest and test-newest make; the first pins lower bounds of pyproject.toml.
 TESTS ?= test
@@ -30,12 +32,16 @@ OLDEST := transformers==5.17.0 peft==0.21.0 datasets==5.0.0
 demo: $(VENV)/.installed
 	$(BIN)/python -m lolcats.demo --output demo --model-folder .model
 
-# Without GPUs, which some tests would take where there are any.
+# Without GPUs, which some tests would take where there are any. Neighbours share fixtures: each process takes a whole
+# stretch of the tests, and what is left of another's at its end.
+PYTEST = CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest \
+  -n $(JOBS) --dist worksteal
+
 test: lint
-	CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: lint
-	CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	$(PYTEST)
 
 # Virtual environments of their own. The newest are those of constraints.txt, with which an unpinned installation may not
 # agree tomorrow.

@@ -6,6 +6,7 @@ small, and those marked `gpu` are skipped.
 
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,12 +26,17 @@ def round_to_bfloat16(x):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
 
 
-@pytest.fixture(autouse=True)
-def faithful_interpreter(monkeypatch):
-    """Two faults of Triton's interpreter: how it rounds, and scalars that NumPy 2.4 no longer converts."""
+@pytest.fixture(scope="module", autouse=True)
+def faithful_interpreter():
+    """Faults of Triton's interpreter: how it rounds, scalars that NumPy 2.4 no longer converts; and what took most
+    of the time: each call of a function replaced the language anew, and each token stored had its own program."""
     if GPU or not TRITON:
+        yield
         return
+    import triton.language as tl
     from triton.runtime import interpreter
+
+    from lolcats.ops.hybrid_attention.kernels import store_tokens
 
     convert, patch_tensor = interpreter._convert_float, interpreter._patch_lang_tensor
 
@@ -43,8 +49,14 @@ def faithful_interpreter(monkeypatch):
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(store_tokens, "FEW", 8)
+        monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+        scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        monkeypatch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+        yield
+        scope.restore()
 
 
 @pytest.fixture(autouse=True)

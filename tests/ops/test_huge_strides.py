@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit import DEVICE, borders, make_case, tokens_before
+from kit import DEVICE, GPU, borders, make_case, tokens_before
 from test_softmax_step import Slots
 
 from lolcats.ops import hybrid_attention
@@ -42,7 +42,7 @@ SIZES = {"batch": 2, "heads": HEADS, "kv_heads": HEADS, "dtype": torch.bfloat16}
     ("config", "share"), [("terraced 16 sinks=3", "kv_head"), ("sliding 20 sinks=2", "query_head")]
 )
 def test_attention_and_its_gradients(config, share, apart):
-    case = make_case(config, 70, share=share, **SIZES)
+    case = make_case(config, 70, share=share, **SIZES | {"batch": 1 + GPU})
     incoming = torch.randn(case.q.shape).to(case.q)
 
     def run(place):

@@ -1,8 +1,7 @@
 """New keys and values into their places in a cache, packed into 8 bits if it keeps these, in one launch; or into dense
 rows as attention reads them, rounded likewise, between those that the cache has.
 
-A decoding step takes some twenty small launches for it otherwise, a prefill a hundred. Importing this module needs
-Triton.
+A decoding step takes some twenty small launches for it otherwise, a prefill a hundred. Importing it needs Triton.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from torch import Tensor
 from lolcats.ops.eight_bits import is_packed
 from lolcats.ops.hybrid_attention.kernels.operands import cdiv, next_power_of_2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import factor_of, levels_of
+
+FEW = 1024  # rows times heads; below, each has a program of its own
 
 
 class Moves(NamedTuple):
@@ -48,8 +49,7 @@ def store_tokens(
 
     Args:
         keys_SGCE, values_SGCE: in a floating type with E = D, or int8 with a factor's four bytes behind the D entries.
-        moves: of R rows. Of those with the same slot and place any may stay. Without a token (-1) zeros are written;
-            the place stays as it is (-2).
+        moves: of R rows; of several to one place any stays. Without a token zeros are written (-1), or nothing (-2).
         sinks: like keys and values, of places behind theirs.
         dense: [R, G, 1, D] each; is written instead of the cache, with what keys and values are after packing. Rows
             without a token get what the cache has at their place.
@@ -57,7 +57,7 @@ def store_tokens(
     """
     heads, width = keys_SGCE.shape[1], k_TG1D.shape[3]
     count = next(len(x) for x in (moves.source, moves.slot) if x is not None)
-    block = 1 if count * heads < 1024 else 16
+    block = 1 if count * heads < FEW else 16
     if count == 0:
         return
     with torch.cuda.device_of(k_TG1D):

@@ -133,7 +133,7 @@ def test_stages_and_their_own_settings():
 )
 def test_what_is_printed_fits_and_resolves(tmp_path, name, options):
     if name == "gemma":
-        kinds = {"layer_types": ["sliding_attention", "full_attention"] * 13, "num_hidden_layers": 26}
+        kinds = {"layer_types": ["sliding_attention", "full_attention"] * 6, "num_hidden_layers": 12}
         sizes = {"hidden_size": 1152, "intermediate_size": 6912, "head_dim": 256, "num_key_value_heads": 2}
         name = folder(tmp_path, "gemma3_text", **sizes, **kinds, vocab_size=262144)
     model, data = None, ["--data", "x.jsonl"]

@@ -16,13 +16,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lolcats.config import LinearizeConfig, set_fields
-from lolcats.conversion import convert, fit_positions, linearized_config
+from lolcats.conversion import fit_positions, linearized_config
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.cache_size import heads_in_budget, native_window, window_in_budget
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import FAMILIES
 from lolcats.modeling.loading import locate
+from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.sharding import REPLICATED_SHARE
@@ -92,8 +93,8 @@ def count(config: LinearizeConfig) -> Model:
         raise UserError(f"{source.model_type} with {unknown[0]}, which is no linear layer (experts?), {advice}")
     counts = base.num_parameters(), sum(value.numel() for value in layers.values())
     matrices = sum(value.numel() for name, value in layers.items() if name in linears)
-    student = convert(base, replace(attention, exact_window=attention.exact_tokens))
-    maps = sum(value.numel() for _, layer in student.linear_layers() for value in layer.parameters())
+    student_layers = LolcatsForCausalLM(linearized, base).linear_layers()
+    maps = sum(value.numel() for _, layer in student_layers for value in layer.parameters())
     return Model(linearized, chosen, *counts, matrices, maps)
 
 

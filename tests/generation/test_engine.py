@@ -35,8 +35,7 @@ MODELS = {
 
 
 def slots_are_free(engine: Engine) -> bool:
-    counts = engine.counts
-    return counts["free_slots"] == engine.runner.cache.max_slots and not engine.busy
+    return engine.counts["free_slots"] == engine.runner.cache.max_slots and not engine.busy
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ collect_ignore_glob = [] if TRITON else KERNELS
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+with torch.device("cpu"):  # which functions take a device is looked up once, and must be before some are replaced
+    torch.empty(0)
 
 
 def round_to_bfloat16(x):

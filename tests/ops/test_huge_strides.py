@@ -19,11 +19,10 @@ def apart(tmp_path):
 
     def copy(x):
         size, place = 2 * HEADS * APART - 2 * APART + (1 << 16), len(made)
-        file = str(tmp_path / f"{place}")
         memory = (
             torch.zeros(size, dtype=x.dtype, device=DEVICE)
             if DEVICE == "cuda"
-            else torch.from_file(file, shared=True, size=size, dtype=x.dtype)  # sparse
+            else torch.from_file(str(tmp_path / f"{place}"), shared=True, size=size, dtype=x.dtype)  # sparse
         )
         made.append(memory)
         inner = x[0, 0].numel()

@@ -58,17 +58,21 @@ PARTS = {
     for transfer, window in (("no", "none"), ("yes", "none"), ("no", "64"), ("yes", "64"))
 }
 TABLES = {  # by sweep
-    "main": ResultTable(
-        {"teacher": "SmolLM2 135M Instruct (softmax)"}
-        | same("softmax + LoRA", "T2R", "Hedgehog", "no transfer", "window only", "LoLCATs"),
-        AFTER | AVERAGES,
-    ),
     "main_15": ResultTable(
         {"teacher": "Qwen2.5-Coder-1.5B-Instruct (softmax)", "softmax + LoRA": "softmax + LoRA"}
         | {"lolcats-hybrid": "`lolcats-hybrid`, half of the tokens"}
         | same("half of the layers softmax", "LoLCATs", "window only", "no transfer", "T2R", "Hedgehog"),
         AFTER | TASKS,
         ("main", "main-no-transfer", "seeds"),
+    ),
+    "ablations_05": ResultTable(
+        {"teacher": "Qwen2.5-Coder-0.5B-Instruct (softmax)"}
+        | same("softmax + LoRA", "LoLCATs", "no transfer", "window only")
+        | {f"windows: {n}": f"sliding window of {n}, not blocks of 64" for n in (16, 256)}
+        | {"attention-loss: cross-entropy": "cross-entropy of weights in stage 1, not squared error"}
+        | {"lora-rank: 32": "LoRA of rank 32, not 8", "data: textbooks": "textbooks, not Alpaca"}
+        | {"data: multiple choice": "multiple-choice questions in MMLU's form"},
+        AFTER | {"mmlu": TASKS["mmlu"]} | AVERAGE,
     ),
     "components": ResultTable(
         product({"hedgehog": "Hedgehog", "t2r": "T2R"}, PARTS),
@@ -92,15 +96,6 @@ TABLES = {  # by sweep
         AFTER | {"perplexity on text": "perplexity on other text"} | AVERAGE,
         ("transfer-steps",),
     ),
-    "softmax-layers": ResultTable(
-        {"teacher": "all"}
-        | product(
-            same("first half", "last half", "every second", "none"),
-            {"transfer only": "transfer only", "both": "both stages"},
-        ),
-        BEFORE | AFTER | AVERAGE,
-        ("softmax-layers",),
-    ),
     "passkey": ResultTable(
         same("teacher") | product(same("instructions", "passkeys"), {"2048": "2048 tokens", "8192": "8192 tokens"}),
         {"passkey 2048": "2048 tokens", "passkey 8192": "8192 tokens"},
@@ -114,7 +109,7 @@ TABLES = {  # by sweep
 }
 
 
-MAIN_15 = "paper_qwen2.5-coder-1.5b_h100_2026-11-28.jsonl"
+CODERS = [f"paper_qwen2.5-coder-{name}_2026-11-28.jsonl" for name in ("1.5b_h100", "0.5b_h200")]
 RUNS, PAGES = "smollm2_h200_2026-11-21", ("results.md", "paper.md")
 HYBRID = {  # rows of the table of exact heads -> file and method of their runs
     "teacher, untrained": ("ends_smollm2_h200_2026-11-23: softmax, untrained",),
@@ -177,7 +172,7 @@ class Results:
             ability[size] = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
         files = sorted(folder.glob("long_qwen2.5-coder-*.jsonl"))
         long = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-        rows = [row for file in (f"{RUNS}/rows.jsonl", MAIN_15) for row in _finished(folder / file)]
+        rows = [row for file in (f"{RUNS}/rows.jsonl", *CODERS) for row in _finished(folder / file)]
         return cls(rows, steps, hybrid, ability, long)
 
     def of(self, sweep: str, case: str) -> list[dict[str, float]]:

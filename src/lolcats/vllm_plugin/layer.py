@@ -1,14 +1,12 @@
-"""One attention layer as vLLM sees it: layers with a state of fixed size, pages, and one layer for each exact head.
+"""One attention layer as vLLM sees it: layers with a state of fixed size, pages, beside its exact heads.
 
 What exact heads with a window keep has a fixed size too, and lies in pages behind those of the states instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import hybrid_attention
 from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, Tokens, paged_attention
 from lolcats.vllm_plugin.backend import steps_in_pages
+from lolcats.vllm_plugin.exact import ExactHeads
 from lolcats.vllm_plugin.pages import (
     heads_of_rank,
     is_bounded,
@@ -46,70 +45,6 @@ PREFIX_UNIT = 16
 # Tokens of a block of states then. A prompt that ends in the second block or later runs in one pass, which writes the
 # prefix's state into another block. In decoding vLLM copies a state at each border: for 128, 1 % of what steps read.
 STATE_TOKENS = 128
-
-
-@cache
-def _with_own_heads(backend: Any) -> Any:
-    """An attention backend that plans its kernels for the heads of its layers, not for those that the model names."""
-
-    class Builder(backend.get_builder_cls()):  # type: ignore[misc]
-        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
-            layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-            own = copy(vllm_config)
-            own.model_config = model_config = copy(vllm_config.model_config)
-            object.__setattr__(model_config, "get_num_attention_heads", lambda *_: layer.num_heads)
-            object.__setattr__(model_config, "get_num_kv_heads", lambda *_: layer.num_kv_heads)
-            super().__init__(kv_cache_spec, layer_names, own, device)
-
-    class Backend(backend):
-        @staticmethod
-        def get_builder_cls() -> Any:
-            return Builder
-
-    return Backend
-
-
-class ExactHeads(nn.ModuleList):
-    """Softmax attention of some of a layer's KV heads, each a layer of its own to vLLM.
-
-    So the pages of all exact heads are equally large and share few tables, however many heads of a layer are exact:
-    vLLM keeps layers with other numbers of heads in tables of their own, each for as many layers as the rarest number.
-    """
-
-    def __init__(self, softmax: Attention, heads: Sequence[int]) -> None:
-        super().__init__()
-        self.impl = impl = softmax.impl  # vLLM before 0.30 may set its scale in each call
-        self.heads, self.num_kv_heads = tuple(heads), softmax.num_kv_heads
-        group = softmax.num_heads // softmax.num_kv_heads
-        for place, head in enumerate(heads):
-            own = slice(head * group, (head + 1) * group)
-            sinks = {"sinks": impl.sinks.data[own]} if softmax.has_sink else {}  # a view: weights are loaded later
-            self.append(
-                Attention(
-                    group,
-                    softmax.head_size,
-                    impl.scale,
-                    num_kv_heads=1,
-                    cache_config=get_current_vllm_config().cache_config,
-                    quant_config=softmax.quant_config,
-                    logits_soft_cap=impl.logits_soft_cap or None,
-                    per_layer_sliding_window=softmax.sliding_window,
-                    attn_backend=_with_own_heads(softmax.get_attn_backend()),
-                    # Ranks may have other heads, but share names. vLLM wants no number in it but the layer's.
-                    prefix=f"{softmax.layer_name}.exact_{place}",
-                    **sinks,
-                )
-            )
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None = None) -> Tensor:
-        """As `PagedHybridAttention.forward`, all heads' query, key and value. Writes these heads' part of `output`."""
-        query, key, value = query.flatten(1), key.flatten(1), value.flatten(1)
-        output = torch.empty_like(query) if output is None else output
-        whole = [x.unflatten(1, (self.num_kv_heads, -1)) for x in (query, key, value, output)]
-        for head, attention in zip(self.heads, self, strict=True):
-            q, k, v, y = (x[:, head] for x in whole)  # views: nothing is copied but the output
-            y.copy_(attention(q, k, v))
-        return output
 
 
 class Page(nn.Module, MambaBase):
@@ -190,7 +125,7 @@ class PagedHybridAttention(nn.Module):
                 parameter.weight_loader = self._load  # how vLLM finds it
         self.kernels = None
         self.steps_in_pages = own.is_softmax or self.linear_attention.has_step_kernel(dtype)
-        self.exact = ExactHeads(softmax, own.exact if self.ring is None else ())
+        self.exact = ExactHeads(softmax, own.exact) if own.exact and self.ring is None else None
         linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
         self.register_buffer("heads", linear, persistent=False)
         self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
@@ -202,8 +137,9 @@ class PagedHybridAttention(nn.Module):
         """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""
         query, key, value = query.flatten(1), key.flatten(1), value.flatten(1)
         output = torch.empty_like(query)
+        exact = None if self.exact is None else self.exact.select(query, key, value)  # before vLLM cuts the graph
         torch.ops.vllm.lolcats_attention(query, key, value, output, self.prefix)
-        return self.exact(query, key, value, output) if self.exact else output
+        return output if exact is None or self.exact is None else self.exact(*exact, output)
 
     def _load(self, parameter: Tensor, loaded: Tensor) -> None:
         """This rank's rows of a parameter, which has as many for each linear KV head."""

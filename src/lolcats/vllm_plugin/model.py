@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -32,8 +32,9 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.cache_size import native_window
-from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention
-from lolcats.vllm_plugin.pages import group_pages, heads_of_rank, is_bounded, model_pages, pages_in_block
+from lolcats.vllm_plugin.exact import ExactHeads, unregistered
+from lolcats.vllm_plugin.layer import PagedHybridAttention
+from lolcats.vllm_plugin.pages import group_pages, heads_of_rank, is_bounded, model_pages, pages_in_block, split_layers
 
 logger = logging.getLogger("vllm.lolcats")
 ELSEWHERE = "`lolcats serve` serves every linearized model"
@@ -77,9 +78,9 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsKVCacheGrou
             own = heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
             self.places[f"model.{layer.module}"] = None if own.is_softmax else f"model.{path}"
             if not own.is_softmax or is_bounded(config, layer):
-                self.model.set_submodule(path, PagedHybridAttention(config, layer, _unregistered(softmax)))
+                self.model.set_submodule(path, PagedHybridAttention(config, layer, unregistered(softmax)))
             elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
-                self.model.set_submodule(path, ExactHeads(_unregistered(softmax), own.exact))
+                self.model.set_submodule(path, ExactHeads(unregistered(softmax), own.exact))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)
@@ -126,18 +127,26 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsKVCacheGrou
     def get_kv_cache_groups(
         cls, vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
     ) -> list[KVCacheGroupSpec]:
-        """vLLM's, but with all pages of a layer side by side in one group, where one table says where they are."""
+        """vLLM's, but with all pages or exact heads of a layer side by side in one group, which has one table."""
         groups = get_kv_cache_groups(vllm_config, kv_cache_spec)
         others = [group for group in groups if not isinstance(group.kv_cache_spec, MambaSpec)]
         if not 0 < len(others) < len(groups):  # one group of all
             return groups
-        states = next(group.kv_cache_spec for group in groups if group not in others)
-        pages: dict[str, list[str]] = {}
-        for name, spec in kv_cache_spec.items():
+        kinds: dict[KVCacheSpec, list[str]] = {}
+        for group in groups:
+            kinds.setdefault(group.kv_cache_spec, []).extend(group.layer_names)
+        found = []
+        for spec, names in kinds.items():
+            layers: dict[str, list[str]] = {}
+            for name in sorted(names, key=[*kv_cache_spec].index):
+                layers.setdefault(name.rpartition(".")[0], []).append(name)
+            most = max(len(group.layer_names) for group in others)
             if isinstance(spec, MambaSpec):
-                pages.setdefault(name.rpartition(".page_")[0], []).append(name)
-        found = group_pages([*pages.values()], max(len(group.layer_names) for group in others), len(others))
-        return [*others, *(KVCacheGroupSpec(names, states) for names in found)]
+                parts = group_pages([*layers.values()], most, len(others))
+            else:
+                parts = split_layers([*layers.values()], sum(group.kv_cache_spec == spec for group in others))
+            found += [KVCacheGroupSpec(part, spec) for part in parts]
+        return found
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
@@ -183,9 +192,3 @@ def attention_layers(model: nn.Module, config: LolcatsConfig, ranks: int) -> dic
                 f" {wanted}; {ELSEWHERE}"
             )
     return found
-
-
-def _unregistered(softmax: Any) -> Any:
-    """vLLM's attention of a layer, for whose keys and values no memory will be reserved."""
-    del get_current_vllm_config().compilation_config.static_forward_context[softmax.layer_name]
-    return softmax

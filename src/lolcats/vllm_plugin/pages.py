@@ -127,3 +127,13 @@ def group_pages(layers: Sequence[list[Any]], keys: int, tables: int) -> list[lis
         groups.append([page for layer in group for page in layer])
         rest = [layer for layer in rest if layer not in group]
     return groups
+
+
+def split_layers(layers: Sequence[list[Any]], count: int) -> list[list[Any]]:
+    """`count` groups of about as many heads each, with those of a layer in one."""
+    groups: list[list[Any]] = [[] for _ in range(count)]
+    total, before = sum(map(len, layers)), 0
+    for layer in layers:
+        groups[before * count // total] += layer
+        before += len(layer)
+    return [group for group in groups if group]

@@ -1,0 +1,156 @@
+"""Exact heads that keep all keys: vLLM's own attention, all heads of a layer in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+
+@cache
+def _for_whole_layers(backend: Any) -> Any:
+    """An attention backend that plans its kernels for all exact heads of a layer: by their number, metadata."""
+    inner: Any = backend.get_builder_cls()
+
+    class Builder(AttentionMetadataBuilder[dict[int, Any]]):
+        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            layers: Any = vllm_config.compilation_config.static_forward_context
+            whole = {layer.layer_name: layer for name in layer_names for layer in layers[name].whole}
+            self.builders = {}
+            for count in {layer.num_kv_heads for layer in whole.values()}:
+                own, names = copy(vllm_config), [name for name in whole if whole[name].num_kv_heads == count]
+                own.compilation_config = copy(vllm_config.compilation_config)
+                own.compilation_config.static_forward_context = {name: whole[name] for name in names}
+                spec = replace(kv_cache_spec, num_kv_heads=count, page_size_padded=None)
+                self.builders[count] = inner(spec, names, own, device)
+            self.reorder_batch_threshold = next(iter(self.builders.values())).reorder_batch_threshold
+
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+            return inner.get_cudagraph_support(vllm_config, kv_cache_spec)
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> dict[int, Any]:
+            return {count: own.build(0, common_attn_metadata, fast_build) for count, own in self.builders.items()}
+
+        def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> dict[int, Any]:
+            return {
+                count: own.build_for_cudagraph_capture(common_attn_metadata) for count, own in self.builders.items()
+            }
+
+    class Backend(backend):
+        @staticmethod
+        def get_builder_cls() -> Any:
+            return Builder
+
+    return Backend
+
+
+class ExactHeads(nn.Module):
+    """Softmax attention of some of a layer's KV heads, in one call. To vLLM each is a layer of its own.
+
+    So the pages of all exact heads are equally large and share few tables, however many heads of a layer are exact:
+    vLLM keeps layers with other numbers of heads in tables of their own, each for as many layers as the rarest number.
+    """
+
+    heads: Tensor
+    is_exact_G1: Tensor
+    place_G: Tensor  # of a head among the exact ones
+
+    def __init__(self, softmax: Attention, heads: Sequence[int]) -> None:
+        super().__init__()
+        self.impl, backend = softmax.impl, softmax.get_attn_backend()
+        self.num_kv_heads = softmax.num_kv_heads
+        # Ranks may have other heads, but share names. vLLM wants no number in them but the layer's.
+        self.prefix = f"{softmax.layer_name}.exact"
+        self.whole = unregistered(self._attention(softmax, len(heads), self.prefix, backend))
+        names = [f"{self.prefix}_{place}" for place in range(len(heads))]
+        backend = _for_whole_layers(backend)
+        keys: list[Any] = [self._attention(softmax, 1, name, backend) for name in names]
+        for head in keys:
+            head.whole = (self.whole,)  # not a submodule
+        self.keys: Any = nn.ModuleList(keys)
+        exact = torch.tensor([head in heads for head in range(self.num_kv_heads)])
+        self.register_buffer("heads", torch.tensor(heads), persistent=False)
+        self.register_buffer("is_exact_G1", exact[:, None], persistent=False)
+        self.register_buffer("place_G", exact.cumsum(0).sub(1).clamp_min(0), persistent=False)
+        get_current_vllm_config().compilation_config.static_forward_context[self.prefix] = self
+        self.memory = self.cache_BGNC = torch.empty(0)
+
+    @staticmethod
+    def _attention(softmax: Attention, kv_heads: int, name: str, backend: Any) -> Attention:
+        heads, impl = kv_heads * softmax.num_heads // softmax.num_kv_heads, softmax.impl
+        return Attention(
+            heads,
+            softmax.head_size,
+            impl.scale,
+            num_kv_heads=kv_heads,
+            cache_config=get_current_vllm_config().cache_config,
+            quant_config=softmax.quant_config,
+            logits_soft_cap=impl.logits_soft_cap or None,
+            per_layer_sliding_window=softmax.sliding_window,
+            attn_backend=backend,
+            prefix=name,
+            **({"sinks": impl.sinks.data[:heads]} if softmax.has_sink else {}),  # weights are loaded later
+        )
+
+    def select(self, *x: Tensor) -> list[Tensor]:
+        """Of query, key and value [N, heads * D] these heads' [N, heads, D], as vLLM's kernels take them."""
+        if len(self.heads) < self.num_kv_heads:
+            x = tuple(part.unflatten(1, (self.num_kv_heads, -1)).index_select(1, self.heads).flatten(1) for part in x)
+        if self.whole.query_quant is not None:
+            x = (self.whole.query_quant(x[0], self.whole._q_scale)[0], *x[1:])
+        return [part.unflatten(1, (-1, self.whole.head_size)) for part in x]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, linear: Tensor | None = None) -> Tensor:
+        """These heads' output in their places of that of the others; of a whole layer `select` has not been called."""
+        if linear is None:
+            query, key, value = self.select(query.flatten(1), key.flatten(1), value.flatten(1))
+        output = torch.empty(query.shape, dtype=key.dtype, device=key.device)
+        torch.ops.vllm.lolcats_attention(query, key, value, output, self.prefix)
+        if linear is None:
+            return output.flatten(1)
+        exact = output.flatten(1).unflatten(1, (len(self.heads), -1)).index_select(1, self.place_G)
+        return torch.where(self.is_exact_G1, exact, linear.unflatten(1, (self.num_kv_heads, -1))).flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Write the output of all heads of `whole` for the tokens of the current forward pass."""
+        context, whole, name = get_forward_context(), self.whole, self.keys[0].layer_name
+        if context.attn_metadata is None:
+            output.zero_()
+            return
+        if self.memory is not self.keys[0].kv_cache:
+            self.memory, self.cache_BGNC = self.keys[0].kv_cache, self._find_keys()
+        slots: Any = context.slot_mapping
+        if not whole.attn_backend.forward_includes_kv_cache_update and slots.get(name) is not None:
+            whole.impl.do_kv_cache_update(whole, key, value, self.cache_BGNC, slots[name])
+        metadata = context.attn_metadata[name][whole.num_kv_heads]
+        whole.impl.forward(whole, query, key, value, self.cache_BGNC, metadata, output=output)
+
+    def _find_keys(self) -> Tensor:
+        """The memory of all heads, which are neighbours in a group of vLLM's: equally far from one another."""
+        parts = [head.kv_cache for head in self.keys]
+        begin = [part.storage_offset() for part in parts]
+        apart = begin[-1] - begin[0]
+        apart //= max(len(parts) - 1, 1)
+        assert begin == [begin[0] + place * apart for place in range(len(parts))], (self.prefix, begin)
+        if self.whole.has_sink:
+            self.whole.impl.sinks = self.impl.sinks.unflatten(0, (self.num_kv_heads, -1))[self.heads].flatten()
+        (blocks, _, tokens, columns), strides = parts[0].shape, parts[0].stride()
+        shape = blocks, len(parts), tokens, columns
+        return parts[0].as_strided(shape, (strides[0], apart, *strides[2:]))
+
+
+def unregistered(softmax: Any) -> Any:
+    """vLLM's attention of a layer, for whose keys and values no memory will be reserved."""
+    del get_current_vllm_config().compilation_config.static_forward_context[softmax.layer_name]
+    return softmax

@@ -31,15 +31,9 @@ from lolcats.provenance import provenance
 
 PORT = 8123
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-# (clients, tokens that all prompts share, other tokens of a prompt, of an answer, requests)
-ROWS = (
-    (1, 0, 1024, 512, 4),
-    (64, 0, 8192, 512, 64),
-    (256, 0, 1024, 2048, 256),
-    (64, 0, 32000, 512, 64),
-    (64, 32000, 128, 256, 64),
-)
 NAMES = ("clients", "shared_tokens", "prompt_tokens", "new_tokens", "requests")
+ROWS = ((1, 0, 1024, 512, 4), (64, 0, 8192, 512, 64), (256, 0, 1024, 2048, 256), (64, 0, 32000, 512, 64))
+ROWS += ((64, 32000, 128, 256, 64),)
 SHOWN = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "completed")
 
 
@@ -96,16 +90,15 @@ def _answers() -> bool:
 
 def measure(tokenizer: str, row: tuple[int, ...]) -> dict[str, Any]:
     """What vLLM's own client reports of a row. Its first request is sent twice, so that a shared prefix is there."""
-    from vllm.benchmarks.serve import add_cli_args
-    from vllm.benchmarks.serve import main as bench
+    from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     clients, shared, prompt, new, requests = row
     command = ["--base-url", f"http://127.0.0.1:{PORT}", "--model", "m", "--tokenizer", tokenizer, "--ignore-eos"]
     command += ["--dataset-name", "random", "--random-prefix-len", str(shared), "--random-input-len", str(prompt)]
     command += ["--random-output-len", str(new), "--max-concurrency", str(clients), "--num-prompts", str(requests)]
-    add_cli_args(parser := FlexibleArgumentParser())
-    found = bench(parser.parse_args([*command, "--disable-tqdm"]))
+    serve.add_cli_args(parser := FlexibleArgumentParser())
+    found = serve.main(parser.parse_args([*command, "--disable-tqdm"]))
     return {name: found.get(name) for name in SHOWN}
 
 
@@ -116,7 +109,6 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="of random weights")
     parser.add_argument("--options", default="", help="of all servers")
     parser.add_argument("--caches", nargs="+", default=["fp8", "auto"], help="types of the cache's keys and values")
-    parser.add_argument("--rows", type=int, default=len(ROWS), help="only the first of them")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
     report: dict[str, Any] = {"provenance": provenance(), "settings": {"options": given.options}, "rows": []}
@@ -131,7 +123,7 @@ def main() -> None:
             try:
                 with server(model, [*options, "--kv-cache-dtype", cache], folder / "log") as ready_s:
                     measure(models[0], (8, 0, 2048, 16, 16))  # compiles kernels
-                    for row in ROWS[: given.rows]:
+                    for row in ROWS:
                         named = dict(zip(NAMES, row, strict=True))
                         found = entry | named | {"ready_s": ready_s} | measure(models[0], row)
                         report["rows"].append(found)

@@ -1,5 +1,6 @@
 """What a sequence of 1k + 2k tokens takes of vLLM's memory, and how many fit: Llama 3 8B, 8 bits, in 53.9 GiB."""
 
+from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
@@ -25,9 +26,10 @@ SPREAD = [(), (3,), (0, 7), (1, 2, 4, 5, 6)]  # a quarter of the heads
         (SPREAD, None, 124.5, 443),  # three blocks of 1328 keys of 64 heads, and three of 64 heads' states
         ([(), (), (), ALL], None, 124.5, 443),
         ([()], None, 82.2, 670),
+        ([ALL[:6], ALL[:7]], None, 249.0, 221),  # five groups of keys
         (SPREAD, 2700, 108.9, 505),
     ],
-    ids=["heads", "layers", "linear", "bounded"],
+    ids=["heads", "layers", "linear", "most", "bounded"],
 )
 def test_sequences_that_fit(exact, window, mebibytes, fit) -> None:
     register()
@@ -63,6 +65,8 @@ def test_sequences_that_fit(exact, window, mebibytes, fit) -> None:
         pages = [Page(f"{layer.index}.page_{i}", size, pages_in_block(engine)) for i in range(count)]
         specs |= {page.prefix: page.get_kv_cache_spec(engine) for page in pages}
     groups = LolcatsForCausalLM.get_kv_cache_groups(engine, specs)
+    own = [(i, type(x.kv_cache_spec), name.partition(".")[0]) for i, x in enumerate(groups) for name in x.layer_names]
+    assert len([*groupby(own)]) == len({x[1:] for x in own})  # a layer's heads and pages are neighbours in one group
     block_size = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
     blocks = sum(-(-3072 // block) if isinstance(x.kv_cache_spec, FullAttentionSpec) else 1 for x in groups)
     assert round(blocks * block_size / 2**20, 1) == mebibytes

@@ -103,8 +103,11 @@ def block_bytes(config: LolcatsConfig, dtype: torch.dtype, ranks: int) -> int:
     size, counts = model_pages(config, dtype, ranks)
     layers = [layer for layer in config.layer_heads if layer.exact and not is_bounded(config, layer)]
     heads = cdiv(sum(len(layer.exact) for layer in layers), ranks)
-    keys = heads if has_pages_of_heads(config) else len(layers)
-    groups = group_pages([[layer] * count for layer, count in enumerate(counts) if count], keys, min(keys, 1))
+    keys, tables = heads if has_pages_of_heads(config) else len(layers), min(heads, 1)
+    if 0 < sum(counts) <= keys / 1.5:  # then vLLM cuts keys into groups no larger than that of states
+        tables = cdiv(keys, sum(counts))
+        keys = cdiv(keys, tables)
+    groups = group_pages([[layer] * count for layer, count in enumerate(counts) if count], keys, tables)
     return size * max(keys, *map(len, groups))
 
 

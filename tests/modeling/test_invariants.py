@@ -108,7 +108,7 @@ class History:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_histories(model, kit, seed):
     chance = random.Random(seed)
     history = History(model, kit, chance, DynamicCache(config=model.config.get_text_config()))

@@ -112,7 +112,7 @@ class ExactHeads(nn.Module):
         return [part.unflatten(1, (-1, self.whole.head_size)) for part in x]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, linear: Tensor | None = None) -> Tensor:
-        """These heads' output in their places of that of the others; of a whole layer `select` has not been called."""
+        """These heads' output among the `linear` ones', of what `select` gave; without `linear` all are exact."""
         if linear is None:
             query, key, value = self.select(query.flatten(1), key.flatten(1), value.flatten(1))
         output = torch.empty(query.shape, dtype=key.dtype, device=key.device)
@@ -140,8 +140,7 @@ class ExactHeads(nn.Module):
         """The memory of all heads, which are neighbours in a group of vLLM's: equally far from one another."""
         parts = [head.kv_cache for head in self.keys]
         begin = [part.storage_offset() for part in parts]
-        apart = begin[-1] - begin[0]
-        apart //= max(len(parts) - 1, 1)
+        apart = (begin[-1] - begin[0]) // max(len(parts) - 1, 1)
         assert begin == [begin[0] + place * apart for place in range(len(parts))], (self.prefix, begin)
         if self.whole.has_sink:
             self.whole.impl.sinks = self.impl.sinks.unflatten(0, (self.num_kv_heads, -1))[self.heads].flatten()

@@ -132,19 +132,19 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsKVCacheGrou
         others = [group for group in groups if not isinstance(group.kv_cache_spec, MambaSpec)]
         if not 0 < len(others) < len(groups):  # one group of all
             return groups
-        kinds: dict[KVCacheSpec, list[str]] = {}
+        kinds: dict[KVCacheSpec, list[KVCacheGroupSpec]] = {}
         for group in groups:
-            kinds.setdefault(group.kv_cache_spec, []).extend(group.layer_names)
-        found = []
-        for spec, names in kinds.items():
+            kinds.setdefault(group.kv_cache_spec, []).append(group)
+        most, found = max(len(group.layer_names) for group in others), []
+        for spec, same in kinds.items():
+            names = {name for group in same for name in group.layer_names}
             layers: dict[str, list[str]] = {}
-            for name in sorted(names, key=[*kv_cache_spec].index):
-                layers.setdefault(name.rpartition(".")[0], []).append(name)
-            most = max(len(group.layer_names) for group in others)
-            if isinstance(spec, MambaSpec):
-                parts = group_pages([*layers.values()], most, len(others))
-            else:
-                parts = split_layers([*layers.values()], sum(group.kv_cache_spec == spec for group in others))
+            for name in kv_cache_spec:
+                if name in names:
+                    layers.setdefault(name.rpartition(".")[0], []).append(name)
+            pages = [*layers.values()]
+            is_state = isinstance(spec, MambaSpec)
+            parts = group_pages(pages, most, len(others)) if is_state else split_layers(pages, len(same))
             found += [KVCacheGroupSpec(part, spec) for part in parts]
         return found
 

@@ -43,9 +43,7 @@ def _for_whole_layers(backend: Any) -> Any:
             return {count: own.build(0, common_attn_metadata, fast_build) for count, own in self.builders.items()}
 
         def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> dict[int, Any]:
-            return {
-                count: own.build_for_cudagraph_capture(common_attn_metadata) for count, own in self.builders.items()
-            }
+            return {n: own.build_for_cudagraph_capture(common_attn_metadata) for n, own in self.builders.items()}
 
     class Backend(backend):
         @staticmethod
@@ -83,7 +81,6 @@ class ExactHeads(nn.Module):
         self.register_buffer("heads", torch.tensor(heads), persistent=False)
         self.register_buffer("is_exact_G1", exact[:, None], persistent=False)
         self.register_buffer("place_G", exact.cumsum(0).sub(1).clamp_min(0), persistent=False)
-        get_current_vllm_config().compilation_config.static_forward_context[self.prefix] = self
         self.memory = self.cache_BGNC = torch.empty(0)
 
     @staticmethod
@@ -111,30 +108,24 @@ class ExactHeads(nn.Module):
             x = (self.whole.query_quant(x[0], self.whole._q_scale)[0], *x[1:])
         return [part.unflatten(1, (-1, self.whole.head_size)) for part in x]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, linear: Tensor | None = None) -> Tensor:
-        """These heads' output among the `linear` ones', of what `select` gave; without `linear` all are exact."""
-        if linear is None:
-            query, key, value = self.select(query.flatten(1), key.flatten(1), value.flatten(1))
-        output = torch.empty(query.shape, dtype=key.dtype, device=key.device)
-        torch.ops.vllm.lolcats_attention(query, key, value, output, self.prefix)
-        if linear is None:
-            return output.flatten(1)
-        exact = output.flatten(1).unflatten(1, (len(self.heads), -1)).index_select(1, self.place_G)
+    def join(self, linear: Tensor, exact: Tensor) -> Tensor:
+        """These heads' output among the linear ones', if there are any."""
+        if len(self.heads) == self.num_kv_heads:
+            return exact.flatten(1)
+        exact = exact.flatten(1).unflatten(1, (len(self.heads), -1)).index_select(1, self.place_G)
         return torch.where(self.is_exact_G1, exact, linear.unflatten(1, (self.num_kv_heads, -1))).flatten(1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    def attend(self, inputs: list[Tensor], output: Tensor) -> None:
         """Write the output of all heads of `whole` for the tokens of the current forward pass."""
-        context, whole, name = get_forward_context(), self.whole, self.keys[0].layer_name
-        if context.attn_metadata is None:
-            output.zero_()
-            return
+        context: Any = get_forward_context()
+        whole, name = self.whole, self.keys[0].layer_name
         if self.memory is not self.keys[0].kv_cache:
             self.memory, self.cache_BGNC = self.keys[0].kv_cache, self._find_keys()
-        slots: Any = context.slot_mapping
-        if not whole.attn_backend.forward_includes_kv_cache_update and slots.get(name) is not None:
-            whole.impl.do_kv_cache_update(whole, key, value, self.cache_BGNC, slots[name])
+        slots = context.slot_mapping.get(name)
+        if not whole.attn_backend.forward_includes_kv_cache_update and slots is not None:
+            whole.impl.do_kv_cache_update(whole, *inputs[1:], self.cache_BGNC, slots)
         metadata = context.attn_metadata[name][whole.num_kv_heads]
-        whole.impl.forward(whole, query, key, value, self.cache_BGNC, metadata, output=output)
+        whole.impl.forward(whole, *inputs, self.cache_BGNC, metadata, output=output)
 
     def _find_keys(self) -> Tensor:
         """The memory of all heads, which are neighbours in a group of vLLM's: equally far from one another."""

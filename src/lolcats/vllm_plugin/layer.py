@@ -17,7 +17,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.utils.torch_utils import aux_stream, direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from lolcats.config.attention import LayerHeads
@@ -118,14 +118,14 @@ class PagedHybridAttention(nn.Module):
         self.pages: Any = nn.ModuleList(Page(name, size, in_block) for name in names)
         self.linear_attention: Any = None
         if not own.is_softmax:
-            self.linear_attention = HybridAttention(
-                config.attention, own.num_heads, own.num_kv_heads, own.head_dim, exact=own.exact
-            )
+            sizes = own.num_heads, own.num_kv_heads, own.head_dim
+            self.linear_attention = HybridAttention(config.attention, *sizes, exact=own.exact)
             for parameter in self.linear_attention.parameters():
                 parameter.weight_loader = self._load  # how vLLM finds it
         self.kernels = None
         self.steps_in_pages = own.is_softmax or self.linear_attention.has_step_kernel(dtype)
         self.exact = ExactHeads(softmax, own.exact) if own.exact and self.ring is None else None
+        self.side = aux_stream()  # None on a CPU
         linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
         self.register_buffer("heads", linear, persistent=False)
         self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
@@ -136,10 +136,12 @@ class PagedHybridAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""
         query, key, value = query.flatten(1), key.flatten(1), value.flatten(1)
-        output = torch.empty_like(query)
-        exact = None if self.exact is None else self.exact.select(query, key, value)  # before vLLM cuts the graph
-        torch.ops.vllm.lolcats_attention(query, key, value, output, self.prefix)
-        return output if exact is None or self.exact is None else self.exact(*exact, output)
+        inputs, outputs = [query, key, value], [torch.empty_like(query)]
+        if self.exact is not None:  # not in the operator, where vLLM cuts what it compiles
+            inputs += self.exact.select(query, key, value)
+            outputs.append(torch.empty_like(inputs[3], dtype=key.dtype))
+        torch.ops.vllm.lolcats_attention(inputs, outputs, self.prefix)
+        return outputs[0] if self.exact is None else self.exact.join(*outputs)
 
     def _load(self, parameter: Tensor, loaded: Tensor) -> None:
         """This rank's rows of a parameter, which has as many for each linear KV head."""
@@ -150,22 +152,34 @@ class PagedHybridAttention(nn.Module):
         begin = (before * ranks + part) * (len(loaded) // (kv_heads - len(exact))) // ranks
         default_weight_loader(parameter, loaded[begin : begin + len(parameter)])
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Write the output of linear and bounded heads for the tokens of the current forward pass."""
+    def attend(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Write outputs for the tokens of the current pass: of linear and bounded heads, of other exact ones."""
         metadata = get_forward_context().attn_metadata
-        q, k, v, y = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value, output))
+        q, k, v, y = (x.unflatten(-1, (-1, self.head_dim)) for x in (*inputs[:3], outputs[0]))
         if metadata is None:  # vLLM measures memory, or captures what lies between these layers
             if self.linear_attention is not None and self.kernels is None:
                 self._try_prompts(Tokens(q, k, v, y, self.heads))
-            output.zero_()
+            torch._foreach_zero_(outputs)
             return
+        if self.exact is not None and not self.pages:
+            return self.exact.attend(inputs[3:], outputs[1])
         first = self.pages[0]
         batch = metadata[first.prefix]
         if first.views is None:
             first.views = self._find_pages()
         states, rings = first.views
+        # Single tokens leave most of a GPU idle: both kinds of heads run at once. The caller holds inputs and outputs
+        # until this stream has been told to wait for the other, so that nothing uses their memory before.
+        side = self.side if self.exact is not None and batch.rest is None else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        if self.exact is not None:
+            with torch.cuda.stream(side):
+                self.exact.attend(inputs[3:], outputs[1])
         if self.linear_attention is not None:
             paged_attention(Tokens(q, k, v, y, self.heads), states, batch, **self._kernels())
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
         if self.ring is not None:
             settings: dict[str, Any] = {"scale": self.impl.scale, "softcap": self.impl.logits_soft_cap or None}
             if self.has_sink:
@@ -173,9 +187,7 @@ class PagedHybridAttention(nn.Module):
             ring_attention(self.ring, Tokens(q, k, v, y, self.exact_heads), rings, batch, **settings)
 
     def _find_pages(self) -> tuple[StatePages, Tensor]:
-        """States, and the memory of rings: as neighbours in a group of vLLM's, pages of all sequences are equally far
-        from one another.
-        """
+        """States, and the memory of rings: neighbours in a group of vLLM's, whose pages are equally far apart."""
         pages = [page.kv_cache[0] for page in self.pages]
         apart = pages[-1].storage_offset() - pages[0].storage_offset()
         strides = pages[0].stride(0), apart // max(len(pages) - 1, 1), 1
@@ -203,8 +215,7 @@ class PagedHybridAttention(nn.Module):
         if self.kernels is None:
             sinks = self.linear_attention.heads.take_linear(self.impl.sinks, 0) if self.has_sink else None
             params = self.linear_attention.params(sinks, self.impl.scale, self.impl.logits_soft_cap or None)
-            config = self.linear_attention.config
-            own: Any = {"config": config, "params": params}
+            own: Any = {"config": self.linear_attention.config, "params": params}
             self.kernels = {"attend": partial(hybrid_attention, **own)}
             if self.steps_in_pages:
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
@@ -214,8 +225,8 @@ class PagedHybridAttention(nn.Module):
         return self.kernels
 
 
-def _lolcats_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str) -> None:
-    get_forward_context().no_compile_layers[layer_name].attend(query, key, value, output)
+def _lolcats_attention(inputs: list[Tensor], outputs: list[Tensor], layer_name: str) -> None:
+    get_forward_context().no_compile_layers[layer_name].attend(inputs, outputs)
 
 
-direct_register_custom_op("lolcats_attention", _lolcats_attention, mutates_args=["output"], fake_impl=lambda *_: None)
+direct_register_custom_op("lolcats_attention", _lolcats_attention, mutates_args=["outputs"], fake_impl=lambda *_: None)

@@ -14,17 +14,12 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models import utils
 from vllm.model_executor.models.interfaces import (
     HasInnerState,
     IsHybrid,
     SupportsKVCacheGrouping,
     SupportsMambaPrefixCaching,
-)
-from vllm.model_executor.models.utils import (
-    AutoWeightsLoader,
-    extract_layer_index,
-    init_vllm_registered_model,
-    maybe_prefix,
 )
 from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, MambaSpec
@@ -32,7 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.cache_size import native_window
-from lolcats.vllm_plugin.exact import ExactHeads, unregistered
+from lolcats.vllm_plugin.exact import unregistered
 from lolcats.vllm_plugin.layer import PagedHybridAttention
 from lolcats.vllm_plugin.pages import group_pages, heads_of_rank, is_bounded, model_pages, pages_in_block, split_layers
 
@@ -64,9 +59,9 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsKVCacheGrou
             logger.warning("vLLM keeps exact heads in its own type, the model's or --kv-cache-dtype fp8, not as int8")
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
-        self.model = init_vllm_registered_model(
+        self.model = utils.init_vllm_registered_model(
             vllm_config,
-            prefix=maybe_prefix(prefix, "model"),
+            prefix=utils.maybe_prefix(prefix, "model"),
             hf_config=text_config,
             architectures=[architecture(text_config.model_type)],
         )
@@ -77,10 +72,9 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsKVCacheGrou
             path, softmax = found[layer.index]
             own = heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
             self.places[f"model.{layer.module}"] = None if own.is_softmax else f"model.{path}"
-            if not own.is_softmax or is_bounded(config, layer):
+            # With both kinds also softmax: vLLM would keep these layers apart from single heads, and in small groups.
+            if both_kinds or not own.is_softmax or is_bounded(config, layer):
                 self.model.set_submodule(path, PagedHybridAttention(config, layer, unregistered(softmax)))
-            elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
-                self.model.set_submodule(path, ExactHeads(unregistered(softmax), own.exact))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)
@@ -107,7 +101,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsKVCacheGrou
                     own.weight_loader(own, tensor)
                     loaded.add(place)
 
-        return AutoWeightsLoader(self).load_weights(of_base_model()) | loaded
+        return utils.AutoWeightsLoader(self).load_weights(of_base_model()) | loaded
 
     # --- what vLLM asks models whose layers have a state ------------------------------------------------------
 
@@ -179,7 +173,7 @@ def attention_layers(model: nn.Module, config: LolcatsConfig, ranks: int) -> dic
         }.items():
             if has:
                 raise UserError(f"{model_type!r}: layer {path} {what}; {ELSEWHERE}")
-        found[extract_layer_index(module.layer_name)] = path, module
+        found[utils.extract_layer_index(module.layer_name)] = path, module
     for layer in config.layer_heads:
         if layer.index not in found:
             raise UserError(f"vLLM builds {model_type!r} without attention in layer {layer.index}; {ELSEWHERE}")

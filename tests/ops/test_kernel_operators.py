@@ -66,7 +66,7 @@ def test_the_scan_leaves_out_the_own_entry(reverse):
     S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12
     right_S, right_z = (x.double().clone() for x in (S, z))
     right_S, right_z = (x.flip(2).cumsum(2).flip(2) - x if reverse else x.cumsum(2) - x for x in (right_S, right_z))
-    scan_chunks(x, States(S, z), None, None, reverse=reverse)
+    scan_chunks(x, States(S, z), None, reverse=reverse)
     torch.testing.assert_close((S.double(), z.double()), (right_S, right_z), rtol=1e-5, atol=1e-3)
 
 

@@ -49,7 +49,5 @@ def push(
             repo_id=repository, folder_path=folder, ignore_patterns=LEFT_OUT, commit_message="Linearized by lolcats"
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UserError(
-            f"{repository} could not be written on the hub: {error}. `hf auth login` stores a token"
-        ) from error
+        raise UserError(f"{repository} could not be written: {error}. `hf auth login` stores a token") from error
     return licence, str(sent.commit_url)

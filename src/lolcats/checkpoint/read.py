@@ -43,9 +43,7 @@ class ShardReader:
                     str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()
                 }
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(
-                    f"{index} is not an index of safetensors shards ({error}); download it again"
-                ) from error
+                raise UserError(f"{index} is not an index of safetensors ({error}); download it again") from error
         elif (folder / SINGLE).is_file():
             self.file_of = dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
         else:

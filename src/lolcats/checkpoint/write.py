@@ -90,9 +90,7 @@ def export(
                     for _, members in groupby(named, key=layer_of):
                         content = dict(finish(name, tensor) for name, tensor in members)
                         if as_base:
-                            content = {
-                                name.removeprefix(_PREFIX): x for name, x in content.items() if _MAPS not in name
-                            }
+                            content = {key.removeprefix(_PREFIX): x for key, x in content.items() if _MAPS not in key}
                         yield from revert_weight_conversion(written, content).items()
 
                 write_shards(staging, stored(), shard_bytes)

@@ -89,13 +89,9 @@ def _load(source: DataSource) -> datasets.Dataset:
     if kind == "text":
         return datasets.Dataset.from_list([row for file in files for row in _paragraphs(file)])
     if kind in ("csv", "tsv"):
-        options = {
-            "sep": "\t" if kind == "tsv" else ",",
-            "keep_default_na": False,
-            "na_values": [""],
-            "index_col": False,
-        }
-        names = pandas.read_csv(files[0], sep=options["sep"], nrows=0).columns
+        sep = "\t" if kind == "tsv" else ","
+        options = {"sep": sep, "keep_default_na": False, "na_values": [""], "index_col": False}
+        names = pandas.read_csv(files[0], sep=sep, nrows=0).columns
         options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
         kind = "csv"
     elif kind == "json":

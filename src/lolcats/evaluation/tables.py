@@ -68,9 +68,7 @@ def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:
             pairs = [(cell["value"], first["value"]) for cell, first in zip(cells, scores[0].values(), strict=True)]
             shares = [f"{100 * value / base:.1f}" if base else "-" for value, base in pairs]
             shares += [f"{100 * size / base:.1f}" for size, base in zip(sizes, lengths.values(), strict=True)]
-            body.append(
-                ["  difference", *(f"{100 * (value - base):+.2f}" for value, base in pairs), *[""] * len(sizes)]
-            )
+            body.append(["  difference", *(f"{100 * (x - base):+.2f}" for x, base in pairs), *[""] * len(sizes)])
             body.append(["  % of the Transformer", *shares])
     title = "Tasks (percent ± standard error)" + ("" if limit is None else f", first {limit} questions of each")
     caches = [f"MiB at {int(length) // 1024}k" for length in lengths]

@@ -67,9 +67,7 @@ def task_manager(known_only: bool = False) -> Any:
     try:
         import lm_eval.tasks as tasks
     except ImportError as error:
-        raise UserError(
-            "these tasks run through lm-eval, which is not installed: pip install 'lolcats[eval]'"
-        ) from error
+        raise UserError("these tasks need lm-eval: pip install 'lolcats[eval]'") from error
     if not known_only:
         return tasks.TaskManager()
     names = ("piqa", "arc", "hellaswag", "winogrande", "mmlu/default", "humaneval", "mbpp", "gsm8k", "ifeval")

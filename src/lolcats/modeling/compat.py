@@ -9,11 +9,8 @@ from typing import Any
 from transformers import GenerationMixin, cache_utils
 
 # Keyword under which models take their cache and return it: "cache", until 5.23 "past_key_values".
-CACHE = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
+_KEYWORDS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _KEYWORDS else "past_key_values"
 
 # All names under which modules have taken it; GPT-NeoX's layers say layer_past.
 CACHE_NAMES = (CACHE, "past_key_values", "layer_past")

@@ -56,7 +56,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[Any]):
         begin, begin_B = common.query_start_loc_cpu.tolist(), common.query_start_loc
         position_B, ends = common.seq_lens - begin_B.diff(), common.seq_lens_cpu_upper_bound.tolist()
         # Sequences without tokens fill a CUDA graph up; they are last, and have no pages.
-        real, inner = begin.index(begin[-1]), None
+        real, inner, shared = begin.index(begin[-1]), None, dict[Any, Any]()
         begin, position_B = begin[: real + 1], position_B[:real]
         steps = bisect_right(range(1, real + 1), 0, key=lambda row: begin[row] - row) if self.steps_in_pages else 0
         # The bound is exact without speculative decoding, which the model refuses. Nobody reads it of steps.
@@ -79,7 +79,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[Any]):
             builder.page_2B[:, :count], builder.position_B[:count] = pages, position_B
             if count < len(table):
                 builder.page_2B[:, count : len(table)] = -1
-            return PagedBatch(begin, seen, builder.page_2B, builder.position_B, begin_B, steps)
+            return PagedBatch(begin, seen, builder.page_2B, builder.position_B, begin_B, steps, shared)
 
         batch: Any = batch_of(self, common.block_table_tensor)
         batch.of = batch_of

@@ -98,11 +98,11 @@ class PagedStep(NamedTuple):
 class Sequences(NamedTuple):
     """N sequences whose tokens are one row, and where their states are.
 
-    page_2N: int64, the pages where each state is read and written. If these differ, the next sequence is the rest of
-        this one, cut so that the state between is kept, too. All pages that are written are different.
+    page_2N: a pair of int64 [N], the pages where each state is read and written. If these differ, the next sequence is
+        the rest of this one, cut so that the state between is kept, too. All pages that are written are different.
     """
 
-    page_2N: Tensor
+    page_2N: tuple[Tensor, ...]
     position_N: Tensor  # int64, tokens that each sequence has seen
     cu_seqlens: Tensor  # borders, [N + 1]
     seen: tuple[int, ...] | None  # the numbers in `position_N`, if the host knows them
@@ -123,7 +123,7 @@ class PagedBatch:
 
     Attributes:
         singles: how many of the first sequences have one token each, `steps` if there are any.
-        shared: see `hybrid_attention`.
+        shared: see `hybrid_attention`. Also of batches of the same sequences with other pages.
     """
 
     def __init__(
@@ -134,16 +134,17 @@ class PagedBatch:
         position_B: Tensor,
         begin_B: Tensor,
         steps: int,
+        shared: dict[Hashable, Any] | None = None,
     ) -> None:
         self.page_B, self.position_B, self.steps = page_2B[1], position_B, steps
         self.begin, self.seen = begin, seen
         others = (row for row, (start, end) in enumerate(pairwise(begin)) if end - start != 1)
         self.singles = steps or next(others, len(seen))
-        self.shared: dict[Hashable, Any] = {}
+        self.shared: dict[Hashable, Any] = {} if shared is None else shared
         self.rest: Sequences | None = None  # those behind `steps`
         if steps < len(seen):
             rows, cu_seqlens = slice(steps, len(seen)), begin_B[steps : len(begin)] - begin[steps]
-            self.rest = Sequences(page_2B[:, rows].long(), position_B[rows], cu_seqlens, tuple(seen[rows]))
+            self.rest = Sequences(page_2B[:, rows].long().unbind(), position_B[rows], cu_seqlens, tuple(seen[rows]))
 
 
 def paged_attention(

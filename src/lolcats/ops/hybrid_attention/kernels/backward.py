@@ -489,7 +489,7 @@ def state_gradients(x: Operands, queries: QueryGradients, dy: Tensor) -> States:
         num_warps=4,
         num_stages=1 if x.wide else 3,
     )
-    scan_chunks(x, states, None, None, reverse=True)
+    scan_chunks(x, states, None, reverse=True)
     return states
 
 

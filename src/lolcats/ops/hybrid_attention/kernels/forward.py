@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.operands import SIZES, Operands, cdiv, in_log2, rows
+from lolcats.ops.hybrid_attention.kernels.operands import SIZES, Operands, Sums, cdiv, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _LOG2_E,
     FLOOR,
@@ -57,12 +57,10 @@ _SCAN_WARPS = 2
 
 class States(NamedTuple):
     """S [B, S, N, F, D] (input type) and z [B, S, N, F] (float32), the sums before each of the N chunks (after it, of
-    gradients); end_S [sequences, S, F, D], end_z [sequences, S, F], float32, of everything; None for no sequences."""
+    gradients)."""
 
     S: Tensor
     z: Tensor
-    end_S: Tensor | None = None
-    end_z: Tensor | None = None
 
     @classmethod
     def empty(cls, x: Operands) -> States:
@@ -71,11 +69,7 @@ class States(NamedTuple):
         size = (x.lists[0], x.state_heads, x.lists[1], x.shape.F)
         dtype = torch.bfloat16 if x.q.dtype == torch.float16 else x.q.dtype
         S = x.q.new_empty((*size, x.shape.D), dtype=dtype)
-        z = x.q.new_empty(size, dtype=torch.float32)
-        if not x.sequences:
-            return cls(S, z)
-        end_S = S.new_empty((x.sequences, S.shape[1], *S.shape[3:]), dtype=torch.float32)
-        return cls(S, z, end_S, end_S.new_empty(end_S.shape[:3]))
+        return cls(S, x.q.new_empty(size, dtype=torch.float32))
 
 
 class Outputs(NamedTuple):
@@ -94,8 +88,10 @@ class Outputs(NamedTuple):
     square: Tensor | None = None
 
 
-def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) -> tuple[Outputs, States | None]:
-    """Outputs of all queries, and the states, None without a linear part.
+def forward(
+    x: Operands, *, save: bool = False, target: Tensor | None = None, y: Tensor | None = None
+) -> tuple[Outputs, States | None]:
+    """Outputs of all queries, in `y` if it is given, and the states, None without a linear part.
 
     target: [B, H, T, D], unit stride in D; for the error of the outputs instead of the outputs.
     """
@@ -108,8 +104,8 @@ def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) ->
         state_kernel[(states.z.shape[:3].numel() * cdiv(x.shape.D, columns),)](
             x.inputs, states, phi, *x.counts, shape=x.shape, BD=columns, num_warps=4, num_stages=1
         )
-        scan_chunks(x, states, x.S, x.z, reverse=False)
-    out = Outputs(torch.empty_like(x.q))
+        scan_chunks(x, states, x.sums, reverse=False)
+    out = Outputs(torch.empty_like(x.q) if y is None else y)
     if save:
         out = Outputs(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
     if target is not None:
@@ -187,23 +183,20 @@ def state_kernel(x, states, phi, tokens, chunks, kv_heads, shape: tl.constexpr, 
                 store_rows(phi + at_chunk * (C * shape.F) + half * P, phi_CP, 0, shape.F, C, 0, P)
 
 
-def scan_chunks(x: Operands, states: States, first_S: Tensor | None, first_z: Tensor | None, *, reverse: bool) -> None:
-    """Replace every chunk's own sum in `states` by that of all before it (after it, if `reverse`); write the ends.
-
-    first_S, first_z: [sequences, S, F, D] and [sequences, S, F], float32, where the sums begin; None: zero.
-    """
+def scan_chunks(x: Operands, states: States, sums: Sums | None, *, reverse: bool) -> None:
+    """Replace every chunk's own sum in `states` by that of all before it (after it, if `reverse`), from those in `sums`
+    on, which get the ends; None: from zero."""
     _, heads, chunks, features, head_dim = states.S.shape
     segments = len(x.q) if x.layout.table is None else len(x.layout.table) - 1
     blocks = cdiv(features * head_dim, _SCAN_COLUMNS) + cdiv(features, _SCAN_COLUMNS)
     scan_kernel[(segments * heads * blocks,)](
         states,
-        first_S,
-        first_z,
+        None if sums is None else sums._replace(S=rows(sums.S), z=rows(sums.z)),
         x.layout,
         chunks,
         heads,
         segments * heads,
-        x.sequences,
+        0 if sums is None else len(sums.seen_N),
         REVERSE=reverse,
         shape=x.shape,
         CHUNKS=_SCAN_CHUNKS,
@@ -215,8 +208,8 @@ def scan_chunks(x: Operands, states: States, first_S: Tensor | None, first_z: Te
 @triton.jit
 def _scan_block(
     entries,
-    first,
-    end,
+    ends,  # of `sums`, the rows of S or z
+    sums,
     program,
     layout,
     chunks,
@@ -237,16 +230,20 @@ def _scan_block(
         joined = tl.load(layout.table + row // heads * 5 + 4)
         entries += (row % heads * chunks + place.first_chunk - tl.maximum(joined, 0)) * WIDTH
         count = tl.where(joined < 0, 0, tl.cdiv(place.limit, shape.C) + joined)
-        sequences = tl.where(joined < 0, 0, sequences)  # the next program writes the end
     else:
         entries += row * chunks * WIDTH
     at = program % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     real = at < WIDTH
-    at_end = at < tl.where(row // heads < sequences, WIDTH, 0)  # whether there are a first and an end
     total = tl.zeros([COLUMNS], tl.float32)
-    if first is not None:
-        first += row * WIDTH
-        total += tl.load(first + at, mask=at_end, other=0.0)
+    if sums is not None:
+        n = row // heads
+        has_end = (n < sequences) & (joined >= 0)  # else it is padding, or the next program writes the end
+        ends_head = ends.x + row % heads // shape.SHARES * ends.h + row % heads % shape.SHARES * WIDTH + at
+        begins = has_end & (tl.load(sums.seen_N + n, mask=has_end, other=0) > 0)
+        page = tl.load(sums.page_2N[0] + n, mask=begins, other=0).to(tl.int64)
+        total += tl.load(ends_head + page * ends.b, mask=at < tl.where(begins, WIDTH, 0), other=0.0)
+        before_page = tl.load(sums.page_2N[1] + n - 1, mask=has_end & (joined > 0), other=0).to(tl.int64)
+        page = tl.load(sums.page_2N[1] + n, mask=has_end, other=0).to(tl.int64)
     for chunk in tl.range(0, count, CHUNKS):
         index = chunk + tl.arange(0, CHUNKS)
         mask = (index < count)[:, None] & real[None, :]
@@ -263,19 +260,18 @@ def _scan_block(
         tl.debug_barrier()  # all is read
         before = total[None, :] + tl.cumsum(previous, 0)
         tl.store(address, before.to(entries.dtype.element_ty), mask=mask)
-        if layout.table is not None and end is not None:  # the end of the segment before, which this one continues
-            middle = (index == tl.where(joined > 0, joined, -1))[:, None] & at_end[None, :]
-            tl.store(end + (row - heads) * WIDTH + at[None, :] + 0 * index[:, None], before, mask=middle)
+        if sums is not None:  # the end of the segment before, which this one continues
+            middle = (index == tl.where(has_end & (joined > 0), joined, -1))[:, None] & real[None, :]
+            tl.store((ends_head + before_page * ends.b)[None, :] + 0 * index[:, None], before, mask=middle)
         total += tl.sum(own, 0)
-    if end is not None:
-        tl.store(end + row * WIDTH + at, total, mask=at_end)
+    if sums is not None:
+        tl.store(ends_head + page * ends.b, total, mask=at < tl.where(has_end, WIDTH, 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def scan_kernel(
     states,
-    first_S,
-    first_z,
+    sums,  # `Sums`
     layout,
     chunks,
     heads,  # that have a state
@@ -290,15 +286,14 @@ def scan_kernel(
     WIDTH: tl.constexpr = shape.F * shape.D
     BLOCKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
-    S, end_S = states.S, states.end_S
-    z, end_z = states.z, states.end_z
+    S, z, end_S, end_z = states.S, states.z, None, None
+    if sums is not None:
+        end_S, end_z = sums.S, sums.z
     at_z = program - rows * BLOCKS
     if at_z < 0:
-        _scan_block(
-            S, first_S, end_S, program, layout, chunks, heads, sequences, REVERSE, shape, WIDTH, CHUNKS, COLUMNS
-        )
+        _scan_block(S, end_S, sums, program, layout, chunks, heads, sequences, REVERSE, shape, WIDTH, CHUNKS, COLUMNS)
     else:
-        _scan_block(z, first_z, end_z, at_z, layout, chunks, heads, sequences, REVERSE, shape, shape.F, CHUNKS, COLUMNS)
+        _scan_block(z, end_z, sums, at_z, layout, chunks, heads, sequences, REVERSE, shape, shape.F, CHUNKS, COLUMNS)
 
 
 # Outputs.
@@ -351,13 +346,22 @@ def output_kernel(
     first = tile.first
     limit = at.limit
     row = first + tl.arange(0, C)
-    y = head_rows(y, tile.h, at)
-    if x.layout.table is not None and first >= limit:
+    head, shift, asked, end = tile.h, 0, None, at.cells
+    if x.layout.queries is not None:
+        place = x.layout.queries + at.n * 2
+        asked = tl.load(place + 1, mask=first < limit, other=limit)
+        if (first + C <= asked) | (first >= limit):
+            return
+        shift, end = tl.load(place) - at.first_token, limit
+        if x.layout.heads is not None:
+            head = tl.load(x.layout.heads + tile.g) * shape.REPEATS + head % shape.REPEATS
+    q = head_rows(x.q, head, at)
+    y = head_rows(y, head, at)
+    if x.layout.queries is None and x.layout.table is not None and first >= limit:
         store_rows(y.x, tl.zeros([C, DB], tl.float32), first, y.t, at.cells, 0, D)
         if ERROR:
             tl.store(out.square + tile.at_first + row, tl.zeros([C], tl.float32), mask=row < at.cells)
         return
-    q = head_rows(x.q, tile.h, at)
     k = head_rows(x.k, tile.g, at)
     v = head_rows(x.v, tile.g, at)
     first_position = position_of_entry_0(x.layout, at)
@@ -365,7 +369,7 @@ def output_kernel(
     first_start = window_start(first, shape)
     last = tl.minimum(first + C, limit)
 
-    q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, DB)
+    q_MD = load_rows(q.x + shift * q.t, first, q.t, limit, 0, D, C, DB, asked)
     acc = tl.zeros([C, DB], tl.float32)
     total = tl.zeros([C], tl.float32)
     top = tl.full([C], float("-inf"), tl.float32)
@@ -407,13 +411,13 @@ def output_kernel(
             total += tl.sum(q_halves[half] * load_vector(z + half * P, P, shape.PB)[None, :], 1)
         if shape.INNER:  # keys between the state and the windows
             phi += at_state * (C * shape.F)
-            end = window_start(last - 1, shape)
-            for key in tl.range(chunk * C, end, BN, num_stages=1):  # more would cost a program of a multiprocessor
+            inner = window_start(last - 1, shape)
+            for key in tl.range(chunk * C, inner, BN, num_stages=1):  # more would cost a program of a multiprocessor
                 index = key + tl.arange(0, BN)
                 v_ND = load_rows(v.x, key, v.t, limit, 0, D, BN, DB)
                 weight = tl.zeros([C, BN], tl.float32)
                 for half in tl.static_range(HALVES):
-                    k_NP = load_rows(phi + half * P, key - chunk * C, shape.F, end - chunk * C, 0, P, BN, shape.PB)
+                    k_NP = load_rows(phi + half * P, key - chunk * C, shape.F, inner - chunk * C, 0, P, BN, shape.PB)
                     weight = dot(q_halves[half].to(k_NP.dtype), tl.trans(k_NP), weight)
                 weight = tl.where(before_window(index, start, first_position, shape), weight, 0.0)
                 total += tl.sum(weight, 1)
@@ -429,7 +433,7 @@ def output_kernel(
         delta = tl.where(total >= FLOOR, -tl.sum(error * result, 1), 0.0)  # a clamped denominator is constant
         tl.store(out.delta + at_row, delta, mask=row < at.cells)
         result = error
-    store_rows(y.x, result, first, y.t, at.cells, 0, D)
+    store_rows(y.x + shift * y.t, result, first, y.t, end, 0, D, asked)
     if SAVE:
         tl.store(out.den + at_row, total, mask=row < limit)
         tl.store(out.arg + at_row, arg, mask=row < limit)

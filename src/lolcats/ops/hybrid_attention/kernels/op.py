@@ -98,10 +98,10 @@ def _with_state(
         cu_seqlens = torch.arange(batch + 1, device=q_BHTD.device) * tokens
     if not fresh:
         state = state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
-    page_2N = torch.arange(len(state.position), device=q_BHTD.device).expand(2, -1)
+    page_N = torch.arange(len(state.position), device=q_BHTD.device)
     q, k, v = (_dense(x).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-    row = Tokens(q, k, v, torch.empty_like(q))
-    sequences = Sequences(page_2N, state.position, cu_seqlens, (0,) * len(page_2N[0]) if fresh else None)
+    row = Tokens(q, k, v, torch.zeros_like(q))  # of padding zeros
+    sequences = Sequences((page_N, page_N), state.position, cu_seqlens, (0,) * len(page_N) if fresh else None)
     parts = {name: x.unflatten(1, (k.shape[1], -1)) for name, x in state._asdict().items() if name != "position"}
     tables = prefill(row, *settings, sequences=sequences, parts=parts, shared=shared)
     y_BHTD = row.y_NHD.unflatten(0, (batch, tokens)).transpose(1, 2)

@@ -75,11 +75,31 @@ def rows(x: Tensor | None) -> Rows:
 
 
 class Layout(NamedTuple):
-    """Where the sequences lie: int32 tensors or None, see `Operands`."""
+    """Where the sequences lie: int32 tensors or None, see `Operands`; and queries and outputs, if not as keys do.
+
+    queries: [M, 2], the token of each sequence's first entry, and its first entry that has a query; padding has none.
+    heads: int64, the key/value head of queries that each of keys belongs to; None: 0, 1, ...
+    """
 
     base: Any
     table: Any
     slots: Any
+    queries: Any = None
+    heads: Any = None
+
+
+class Sums(NamedTuple):
+    """S [places, G, S / G, F, D] and z [places, G, S / G, F], float32, dense but for the first two axes: sums of keys,
+    those before the grid, then all.
+
+    page_2N: a pair of [N], where those of each sequence are read and written.
+    seen_N: tokens before the grid; at 0 what the page holds is not used.
+    """
+
+    S: Any
+    z: Any
+    page_2N: Any
+    seen_N: Any
 
 
 class FeatureMaps(NamedTuple):
@@ -193,12 +213,11 @@ class Operands:
     `segments.Segments`, and where this text says "sequence b", segment b is meant. Sequences that resume from states
     are on a grid: entry t has position base[b] + t, int32 [sequences]; None: zero.
 
-    The first `sequences` sequences have an initial state (if S is given) and a final state.
+    The first sequences have an initial and a final state, if there are `sums`.
 
     q [B, H, T, D]; k, v [B, G, T, D]; the last dimension of each is contiguous. Weights and biases as in
-    `HybridParams`, contiguous; sink_logits [H] or None, as without a softmax part. S [sequences, S, F, D] and
-    z [sequences, S, F] are float32 sums of the keys before the grid, or None. sink_k, sink_v [B, G, <= sinks, D] or
-    None, B: sequences or more; of rows their first tokens.
+    `HybridParams`, contiguous; sink_logits [H] or None, as without a softmax part. sink_k, sink_v [B, G, <= sinks, D]
+    or None, B: sequences or more; of rows their first tokens.
     """
 
     q: Tensor
@@ -207,12 +226,10 @@ class Operands:
     gamma: Tensor
     maps: FeatureMaps
     sink_logits: Tensor | None
-    S: Tensor | None
-    z: Tensor | None
     sink_k: Tensor | None
     sink_v: Tensor | None
     layout: Layout
-    sequences: int
+    sums: Sums | None
     config: AttentionConfig
     scale: float
     softcap: float | None
@@ -224,18 +241,16 @@ class Operands:
         config: AttentionConfig,
         scale: float,
         softcap: float | None,
-        *,
-        sequences: int = 0,
-        base: Tensor | None = None,
-        sums: tuple[Tensor, Tensor] | None = None,
+        layout: Layout | None = None,
+        sums: Sums | None = None,
     ) -> Operands:
-        """From all tensors that may have gradients, and `table` and `slots`; the sinks of rows are not among them."""
-        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, sink_k, sink_v, table, slots = tensors
-        if config.sinks and table is None:
+        """From all tensors that may have gradients, and `table` and `slots`, where these are all of a layout; sinks of
+        rows are not among them."""
+        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, sink_k, sink_v, *segments = tensors
+        maps, layout = FeatureMaps(q_weight, k_weight, q_bias, k_bias), layout or Layout(None, *segments)
+        if config.sinks and layout.table is None:
             sink_k, sink_v = k[:, :, : config.sinks], v[:, :, : config.sinks]
-        maps, (S, z) = FeatureMaps(q_weight, k_weight, q_bias, k_bias), sums or (None, None)
-        inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(base, table, slots))
-        return cls(*inputs, sequences, config, scale, softcap)
+        return cls(q, k, v, gamma, maps, sink_logits, sink_k, sink_v, layout, sums, config, scale, softcap)
 
     @cached_property
     def inputs(self) -> Inputs:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.forward import forward
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
+from lolcats.ops.hybrid_attention.kernels.operands import Layout, Operands, Sums
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
 from lolcats.ops.hybrid_attention.pages import Sequences, Tokens
@@ -32,30 +32,37 @@ class Tables:
     Attributes:
         length_N: new tokens of each sequence.
         start_N: tokens that each sequence had before the row, `position_N` but for the rest of one that was cut.
-        kept, seen: the tokens of places of rings and sinks; those of entries, and of the sinks behind them.
+        kept, seen: the tokens of places of rings and sinks; those of entries, and of the sinks behind them. Their slots
+            are numbers of sequences: all layers share them, wherever they keep their states.
         segments: of the N sequences, and the padding after the last.
         base_N: int32, position of each sequence's first entry.
-        token_E, entry_T: the query of each entry, the entry of each token.
+        query_N2: `Layout.queries`.
     """
 
     def __init__(
-        self, config: AttentionConfig, page_2N: Tensor, position_N: Tensor, cu_seqlens: Tensor, seen: Any, tokens: int
+        self,
+        config: AttentionConfig,
+        from_N: Any,
+        page_N: Any,
+        position_N: Any,
+        cu_seqlens: Any,
+        seen: Any,
+        tokens: int,
     ) -> None:
         count, capacity, device = len(position_N), config.capacity, position_N.device
-        from_N, page_N = page_2N
         border_N = cu_seqlens.long().clamp(0, tokens)
         self.length_N = border_N.diff()
         end_N, is_cut_N = position_N + self.length_N, from_N != page_N
         before_N = torch.where(is_cut_N.roll(1), self.length_N.roll(1), 0)
         self.start_N = position_N - before_N
         place_NC = torch.arange(capacity + config.sinks, device=device).repeat(count, 1)
-        page_NC, origin_NC = (x[:, None].repeat(1, capacity + config.sinks) for x in (page_N, from_N))
+        n_NC = torch.arange(count, device=device)[:, None].repeat(1, capacity + config.sinks)
         wanted_NC = torch.cat([ring_positions(end_N, capacity), place_NC[:, : config.sinks]], 1)
         new_NC = wanted_NC - position_N[:, None]
         is_new_NC = (new_NC >= -before_N[:, None]) & (wanted_NC < end_N[:, None])
         without_N1 = torch.where(self.start_N == 0, -1, -2)[:, None]
         token_NC = torch.where(is_new_NC, border_N[:-1, None] + new_NC, without_N1)
-        self.kept = Moves(*(x.flatten() for x in (token_NC, page_NC, place_NC, origin_NC)))
+        self.kept = Moves(*(x.flatten() for x in (token_NC, n_NC, place_NC)))
 
         base_N, is_cut = config.window_start(position_N - 1), pad(is_cut_N, (0, 1))
         prior_N = position_N - base_N
@@ -63,21 +70,18 @@ class Tables:
         first_N = border_N + pad(prior_N.cumsum(0), (1, 0))  # and the end of the last
         self.segments = Segments.of_lengths(first_N, pad(prior_N + self.length_N, (0, 1)), tokens + old, is_cut)
         self.base_N = base_N.int()
+        self.query_N2 = torch.stack([border_N[:-1] - prior_N, prior_N], 1).int()
         index_E = torch.arange(tokens + old, device=device)
         n_E = torch.searchsorted(first_N[1:], index_E, right=True).clamp_max(count - 1)
         offset_E = index_E - (first_N[:-1] + prior_N)[n_E]
-        # Entries of the ring get some token's query, whose output is not picked; padding may hold anything.
         last = border_N[-1] - 1
-        self.token_E = torch.minimum(border_N[n_E] + offset_E, last).clamp_min(0)
-        n_T = torch.searchsorted(border_N[1:], index_E[:tokens], right=True).clamp_max(count - 1)
-        entry_T = index_E[:tokens] + (first_N[:-1] + prior_N - border_N[:-1])[n_T]
-        self.entry_T = torch.where(index_E[:tokens] <= last, entry_T, tokens + old - 1)  # which is padding then
+        token_E = torch.minimum(border_N[n_E] + offset_E, last).clamp_min(0)  # of padding any
         # Sinks that have not come yet are some other token: nobody sees them, but they must be finite.
         sink_NC = torch.minimum(border_N[:-1, None] + new_NC[:, capacity:], last).clamp_min(0)
         sink_NC = torch.where(new_NC[:, capacity:] < -before_N[:, None], -1, sink_NC)
         self.seen = Moves(
-            torch.cat([torch.where(offset_E < -before_N[n_E], -1, self.token_E), sink_NC.flatten()]),
-            torch.cat([from_N[n_E], origin_NC[:, capacity:].flatten()]),
+            torch.cat([torch.where(offset_E < -before_N[n_E], -1, token_E), sink_NC.flatten()]),
+            torch.cat([n_E, n_NC[:, capacity:].flatten()]),
             torch.cat([(position_N[n_E] + offset_E) % max(capacity, 1), place_NC[:, capacity:].flatten()]),
         )
 
@@ -97,35 +101,26 @@ def prefill(
         parts: the views of `pages.StatePages`.
         shared: see `hybrid_attention`.
     """
-    page_2N, position_N, _, seen = sequences
-    q_THD, k_TGD, v_TGD = tokens.select(tokens.q_NHD), tokens.k_NGD, tokens.v_NGD
-    tables = once(shared, Tables, config, *sequences, len(q_THD))
-    count, entries = len(position_N), len(tables.token_E)
-    q_EHD = q_THD if entries == len(q_THD) else q_THD.index_select(0, tables.token_E)
-    S, z, keys, values = parts["S"], parts["z"], parts["k"][:, :, 0], parts["v"][:, :, 0]
+    page_2N, position_N, *_ = sequences
+    q_THD, k_TGD, v_TGD, y_THD, heads_G = tokens
+    tables = once(shared, Tables, config, *page_2N, *sequences[1:], len(q_THD))
+    count, entries = len(position_N), len(tables.seen.source) - len(position_N) * config.sinks
+    keys, values, heads = parts["k"][:, :, 0], parts["v"][:, :, 0], parts["k"].shape[1]
     new, sink = (k_TGD[:, :, None], v_TGD[:, :, None]), (parts["sink_k"][:, :, 0], parts["sink_v"][:, :, 0])
-    memory = k_TGD.new_empty(2, entries + count * config.sinks, S.shape[1], 1, k_TGD.shape[2])
-    places: dict[str, Any] = {"sinks": sink if config.sinks else None, "heads_G": tokens.heads_G}
+    memory = k_TGD.new_empty(2, entries + count * config.sinks, heads, 1, k_TGD.shape[2])
+    places: dict[str, Any] = {"sinks": sink if config.sinks else None, "page_2N": page_2N, "heads_G": heads_G}
     store_tokens(*new, keys, values, tables.seen, dense=(memory[0], memory[1]), **places)
 
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_EHD, *memory[:, :entries, :, 0]))
+    k, v = memory[:, :entries, :, 0].transpose(1, 2)[:, None]
+    # As many heads as of keys; which ones, the kernel looks up.
+    q, y = (x[:, : x.shape[1] // k_TGD.shape[1] * heads].transpose(0, 1)[None] for x in (q_THD, y_THD))
     sinks = memory[:, entries:, :, 0].unflatten(1, (count, -1)).transpose(2, 3) if config.sinks else (None, None)
-    sums = None
-    if config.feature_map is not None and (seen is None or any(seen)):
-        sums = S[page_2N[0]].flatten(1, 2), z[page_2N[0]].flatten(1, 2)
-        for x in sums if seen is None or 0 in seen else ():
-            x.masked_fill_((tables.start_N == 0).view(-1, *[1] * (x.dim() - 1)), 0)
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
     own = (None if x is None else x.contiguous() for x in (params.gamma, *params.tensors[1:]))
-    settings: tuple[Any, ...] = config, params.scale_of(q), params.softcap
-    tensors = q, k, v, *own, *sinks, *tables.segments
-    out, states = forward(Operands.of(tensors, *settings, sequences=count, base=tables.base_N, sums=sums))
-
+    segments, sums = tables.segments, Sums(parts["S"], parts["z"], page_2N, tables.start_N)
+    layout = Layout(tables.base_N, segments.table, segments.slots, tables.query_N2, heads_G)
+    tensors = q, k, v, *own, *sinks
+    forward(Operands.of(tensors, config, params.scale_of(q), params.softcap, layout, sums), y=y)
     store_tokens(*new, keys, values, tables.kept, **places)
-    if states is not None and states.end_S is not None and states.end_z is not None:
-        S[page_2N[1]] = states.end_S.unflatten(1, S.shape[1:3])
-        z[page_2N[1]] = states.end_z.unflatten(1, S.shape[1:3])
-    y = out.y[0].transpose(0, 1)
-    tokens.put(y if entries == len(q_THD) else y.index_select(0, tables.entry_T))
     return tables

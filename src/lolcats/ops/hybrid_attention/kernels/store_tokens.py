@@ -25,13 +25,11 @@ class Moves(NamedTuple):
 
     source: the new token of each row; negative: there is none, see `store_tokens`.
     slot, place: the row's place in the cache. Places behind the ring are those of the sinks.
-    origin: the slot from which a place that would stay as it is gets what it has; None: its own.
     """
 
     source: Any
     slot: Any
     place: Any
-    origin: Any = None
 
 
 def store_tokens(
@@ -43,6 +41,7 @@ def store_tokens(
     *,
     sinks: tuple[Tensor, Tensor] | None = None,
     dense: tuple[Tensor, Tensor] | None = None,
+    page_2N: tuple[Tensor, Tensor] | None = None,
     heads_G: Tensor | None = None,
 ) -> None:
     """One token a row: keys[slot, :, place] = k, values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
@@ -53,6 +52,8 @@ def store_tokens(
         sinks: like keys and values, of places behind theirs.
         dense: [R, G, 1, D] each; is written instead of the cache, with what keys and values are after packing. Rows
             without a token get what the cache has at their place.
+        page_2N: the slots where each sequence, whose number is in `slot`, is read and written. A place that would stay
+            as it is gets what it has where it is read.
         heads_G: int64, the heads of k and v that the cache has; None: all.
     """
     heads, width = keys_SGCE.shape[1], k_TG1D.shape[3]
@@ -66,6 +67,7 @@ def store_tokens(
             tuple(map(rows, (keys_SGCE, values_SGCE, *(sinks or (None, None))))),
             tuple(map(rows, dense or (None, None))),
             moves,
+            page_2N,
             heads_G,
             count,
             heads,
@@ -90,6 +92,7 @@ def _kernel(
     cache,
     dense,
     moves,
+    page_2N,
     heads_table,
     count,
     heads,
@@ -109,6 +112,10 @@ def _kernel(
     if moves.slot is not None:
         slot = tl.load(moves.slot + row, mask=there, other=0)
         place = tl.load(moves.place + row, mask=there, other=0)
+    origin = slot
+    if page_2N is not None:
+        origin = tl.load(page_2N[0] + slot, mask=there, other=0).to(tl.int64)
+        slot = tl.load(page_2N[1] + slot, mask=there, other=0).to(tl.int64)
     if heads_table is not None:
         head = tl.load(heads_table + g)
     column = tl.arange(0, BLOCK)[None, :]
@@ -123,24 +130,23 @@ def _kernel(
         near = x * factor
         for part in tl.static_range(2):  # ring, sinks
             if cache[2 * part + i].x is not None:
-                at = _address(cache[2 * part + i], slot, g, place - part * capacity)
+                old = _address(cache[2 * part + i], origin, g, place - part * capacity)
                 inside = there[:, None] & ((place >= capacity)[:, None] == (part == 1))
-                at_factor = (at + D).to(tl.pointer_type(tl.float32), bitcast=True)
+                old_factor = (old + D).to(tl.pointer_type(tl.float32), bitcast=True)
                 if dense[0].x is not None:
                     reads = inside & (source < 0)[:, None]
-                    found = tl.load(at + column, mask=reads & (column < D), other=0.0).to(tl.float32)
+                    found = tl.load(old + column, mask=reads & (column < D), other=0.0).to(tl.float32)
                     if PACKED:
-                        found *= tl.load(at_factor, mask=reads, other=0.0)
+                        found *= tl.load(old_factor, mask=reads, other=0.0)
                     near += found
                 else:
+                    at = _address(cache[2 * part + i], slot, g, place - part * capacity)
+                    at_factor = (at + D).to(tl.pointer_type(tl.float32), bitcast=True)
                     writes = inside & (source >= -1)[:, None]
-                    if moves.origin is not None:
-                        origin = tl.load(moves.origin + row, mask=there, other=0)
+                    if page_2N is not None:
                         moved = inside & ((source < -1) & (origin != slot))[:, None]
-                        old = _address(cache[2 * part + i], origin, g, place - part * capacity)
                         x += tl.load(old + column, mask=moved & (column < D), other=0.0).to(tl.float32)
                         if PACKED:
-                            old_factor = (old + D).to(tl.pointer_type(tl.float32), bitcast=True)
                             factor = tl.where(moved, tl.load(old_factor, mask=moved, other=0.0), factor)
                         writes |= moved
                     tl.store(at + column, x.to(at.dtype.element_ty), mask=writes & (column < D))

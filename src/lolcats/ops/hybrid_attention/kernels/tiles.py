@@ -43,12 +43,14 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def load_rows(pointer, first, stride, limit, column, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tile [ROWS, COLUMNS] from row `first` and column `column`; zero from row `limit` and column D on."""
+def load_rows(x, first, stride, limit, column, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, low=None):
+    """Tile [ROWS, COLUMNS] from row `first` and column `column`; zero outside of rows low to limit, columns to D."""
     row = tl.arange(0, ROWS)
     col = column + tl.arange(0, COLUMNS)
-    address = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
+    address = x + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
     mask = (first + row < limit)[:, None]
+    if low is not None:
+        mask = mask & (first + row >= low)[:, None]
     if D % COLUMNS != 0:
         mask = mask & (col < D)[None, :]
     return tl.load(address, mask=mask, other=0.0)
@@ -66,12 +68,14 @@ def levels_of(x, factor):
 
 
 @triton.jit
-def store_rows(pointer, tile, first, stride, limit, column, D: tl.constexpr):
-    """The inverse of `load_rows`; rows from `limit` on are left alone."""
+def store_rows(pointer, tile, first, stride, limit, column, D: tl.constexpr, low=None):
+    """The inverse of `load_rows`; other rows are left alone."""
     row = tl.arange(0, tile.shape[0])
     col = column + tl.arange(0, tile.shape[1])
     address = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
     mask = (first + row < limit)[:, None] & (col < D)[None, :]
+    if low is not None:
+        mask = mask & (first + row >= low)[:, None]
     tl.store(address, tile.to(pointer.dtype.element_ty), mask=mask)
 
 

@@ -38,7 +38,7 @@ def test_equals_packing_and_indexing(head_dim, dtype, packed):
 
 
 def test_what_it_does_not_take():
-    k, cache = torch.zeros(1, HEADS, 1, 16), torch.zeros(SLOTS, HEADS, PLACES, 16)
+    k, cache = (torch.zeros(size, device=DEVICE) for size in ((1, HEADS, 1, 16), (SLOTS, HEADS, PLACES, 16)))
     assert supports_store_tokens(k, k, cache, cache) is None
     assert "differ in shape" in supports_store_tokens(k, k[..., :8], cache, cache)
     assert "not adjacent" in supports_store_tokens(k[..., ::2], k[..., ::2], cache, cache)

@@ -32,8 +32,8 @@ class Tables:
     Attributes:
         length_N: new tokens of each sequence.
         start_N: tokens that each sequence had before the row, `position_N` but for the rest of one that was cut.
-        kept, seen: the tokens of places of rings and sinks; those of entries, and of the sinks behind them. Their slots
-            are numbers of sequences: all layers share them, wherever they keep their states.
+        kept, seen: the tokens of places of rings and sinks; those of entries, and of the sinks behind them; for layers
+            with their states in any pages.
         segments: of the N sequences, and the padding after the last.
         base_N: int32, position of each sequence's first entry.
         query_N2: `Layout.queries`.
@@ -108,8 +108,9 @@ def prefill(
     keys, values, heads = parts["k"][:, :, 0], parts["v"][:, :, 0], parts["k"].shape[1]
     new, sink = (k_TGD[:, :, None], v_TGD[:, :, None]), (parts["sink_k"][:, :, 0], parts["sink_v"][:, :, 0])
     memory = k_TGD.new_empty(2, entries + count * config.sinks, heads, 1, k_TGD.shape[2])
-    places: dict[str, Any] = {"sinks": sink if config.sinks else None, "page_2N": page_2N, "heads_G": heads_G}
-    store_tokens(*new, keys, values, tables.seen, dense=(memory[0], memory[1]), **places)
+    places: dict[str, Any] = {"sinks": sink if config.sinks else None, "heads_G": heads_G}
+    seen, kept = (x._replace(page_2N=page_2N) for x in (tables.seen, tables.kept))
+    store_tokens(*new, keys, values, seen, dense=(memory[0], memory[1]), **places)
 
     k, v = memory[:, :entries, :, 0].transpose(1, 2)[:, None]
     # As many heads as of keys; which ones, the kernel looks up.
@@ -122,5 +123,5 @@ def prefill(
     layout = Layout(tables.base_N, segments.table, segments.slots, tables.query_N2, heads_G)
     tensors = q, k, v, *own, *sinks
     forward(Operands.of(tensors, config, params.scale_of(q), params.softcap, layout, sums), y=y)
-    store_tokens(*new, keys, values, tables.kept, **places)
+    store_tokens(*new, keys, values, kept, **places)
     return tables

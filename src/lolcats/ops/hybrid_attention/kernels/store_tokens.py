@@ -25,11 +25,14 @@ class Moves(NamedTuple):
 
     source: the new token of each row; negative: there is none, see `store_tokens`.
     slot, place: the row's place in the cache. Places behind the ring are those of the sinks.
+    page_2N: a pair of [N], the slots where each of N sequences is read and written; `slot` is its number then. A place
+        that would stay as it is gets what it has where it is read.
     """
 
     source: Any
     slot: Any
     place: Any
+    page_2N: Any = None
 
 
 def store_tokens(
@@ -41,7 +44,6 @@ def store_tokens(
     *,
     sinks: tuple[Tensor, Tensor] | None = None,
     dense: tuple[Tensor, Tensor] | None = None,
-    page_2N: tuple[Tensor, Tensor] | None = None,
     heads_G: Tensor | None = None,
 ) -> None:
     """One token a row: keys[slot, :, place] = k, values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
@@ -52,8 +54,6 @@ def store_tokens(
         sinks: like keys and values, of places behind theirs.
         dense: [R, G, 1, D] each; is written instead of the cache, with what keys and values are after packing. Rows
             without a token get what the cache has at their place.
-        page_2N: the slots where each sequence, whose number is in `slot`, is read and written. A place that would stay
-            as it is gets what it has where it is read.
         heads_G: int64, the heads of k and v that the cache has; None: all.
     """
     heads, width = keys_SGCE.shape[1], k_TG1D.shape[3]
@@ -67,7 +67,6 @@ def store_tokens(
             tuple(map(rows, (keys_SGCE, values_SGCE, *(sinks or (None, None))))),
             tuple(map(rows, dense or (None, None))),
             moves,
-            page_2N,
             heads_G,
             count,
             heads,
@@ -92,7 +91,6 @@ def _kernel(
     cache,
     dense,
     moves,
-    page_2N,
     heads_table,
     count,
     heads,
@@ -113,9 +111,9 @@ def _kernel(
         slot = tl.load(moves.slot + row, mask=there, other=0)
         place = tl.load(moves.place + row, mask=there, other=0)
     origin = slot
-    if page_2N is not None:
-        origin = tl.load(page_2N[0] + slot, mask=there, other=0).to(tl.int64)
-        slot = tl.load(page_2N[1] + slot, mask=there, other=0).to(tl.int64)
+    if moves.page_2N is not None:
+        origin = tl.load(moves.page_2N[0] + slot, mask=there, other=0).to(tl.int64)
+        slot = tl.load(moves.page_2N[1] + slot, mask=there, other=0).to(tl.int64)
     if heads_table is not None:
         head = tl.load(heads_table + g)
     column = tl.arange(0, BLOCK)[None, :]
@@ -143,7 +141,7 @@ def _kernel(
                     at = _address(cache[2 * part + i], slot, g, place - part * capacity)
                     at_factor = (at + D).to(tl.pointer_type(tl.float32), bitcast=True)
                     writes = inside & (source >= -1)[:, None]
-                    if page_2N is not None:
+                    if moves.page_2N is not None:
                         moved = inside & ((source < -1) & (origin != slot))[:, None]
                         x += tl.load(old + column, mask=moved & (column < D), other=0.0).to(tl.float32)
                         if PACKED:

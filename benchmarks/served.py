@@ -111,10 +111,10 @@ def main() -> None:
     parser.add_argument("--caches", nargs="+", default=["fp8", "auto"], help="types of the cache's keys and values")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
     report: dict[str, Any] = {"provenance": provenance(), "settings": {"options": given.options}, "rows": []}
     with tempfile.TemporaryDirectory() as scratch:
-        folder, options = Path(scratch), given.options.split()
-        models = given.models
+        folder, options, models = Path(scratch), given.options.split(), given.models
         if given.random:
             models = [str(path) for path in random_folders(given.random, given.tokenizer, folder)]
             options += ["--load-format", "dummy"]

@@ -30,8 +30,9 @@ def round_to_bfloat16(x):
 
 @pytest.fixture(scope="module", autouse=True)
 def faithful_interpreter():
-    """Faults of Triton's interpreter: how it rounds, scalars that NumPy 2.4 no longer converts; and what took most
-    of the time: each call of a function replaced the language anew, and each token stored had its own program."""
+    """Faults of Triton's interpreter: how it rounds, scalars that NumPy 2.4 no longer converts, programs in their order
+    (GPUs have none); and what took most of the time: each call of a function replaced the language anew, and each token
+    stored had its own program."""
     if GPU or not TRITON:
         yield
         return
@@ -55,6 +56,8 @@ def faithful_interpreter():
         monkeypatch.setattr(store_tokens, "FEW", 8)
         monkeypatch.setattr(interpreter, "_convert_float", convert_float)
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+        builder, set_index = interpreter.interpreter_builder, interpreter.interpreter_builder.set_grid_idx
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_index(builder.grid_dim[0] - 1 - x, y, z))
         scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         monkeypatch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
         yield

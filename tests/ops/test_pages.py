@@ -71,6 +71,7 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
 
 KERNEL = (
     ("terraced 4 sinks=2", True),
+    ("terraced 8", True),
     ("sliding 5 map=t2r", False),
     ("terraced 4 map=None", False),
     ("sliding 0", False),

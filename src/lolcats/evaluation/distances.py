@@ -50,9 +50,7 @@ def topics(questions: list[dict[str, Any]] | None, shots: int) -> dict[str, Any]
     for index in range(TOPICS_QUESTIONS):
         draw = random.Random(index)
         chosen = draw.sample(subjects, len(LABELS))
-        pool = [
-            (row["question"], LABELS[chosen.index(row["subject"])]) for row in questions if row["subject"] in chosen
-        ]
+        pool = [(x["question"], LABELS[chosen.index(x["subject"])]) for x in questions if x["subject"] in chosen]
         *examples, (asked, label) = draw.sample([pair for pair in pool if len(pair[0]) < LONGEST_QUESTION], shots + 1)
         text = "".join(f"{question}\nGroup: {group}\n\n" for question, group in examples)
         rows.append({"text": f"Each question belongs to a group.\n\n{text}{asked}", "label": label})

@@ -106,6 +106,7 @@ class Sequences(NamedTuple):
     position_N: Tensor  # int64, tokens that each sequence has seen
     cu_seqlens: Tensor  # borders, [N + 1]
     seen: tuple[int, ...] | None  # the numbers in `position_N`, if the host knows them
+    keeps_old: bool = False  # whether a sequence that was cut has tokens from before
 
 
 class PagedBatch:
@@ -144,7 +145,11 @@ class PagedBatch:
         self.rest: Sequences | None = None  # those behind `steps`
         if steps < len(seen):
             rows, cu_seqlens = slice(steps, len(seen)), begin_B[steps : len(begin)] - begin[steps]
-            self.rest = Sequences(page_2B[:, rows].long().unbind(), position_B[rows], cu_seqlens, tuple(seen[rows]))
+            page_2N = tuple(x.long() for x in page_2B[:, rows])  # each in memory of its own, and so equally aligned
+            pieces = zip(seen[steps:], seen[steps + 1 :], pairwise(begin[steps:]), strict=False)
+            # Where the next piece goes on from a sequence, it may be the rest of this one.
+            keeps_old = any(n > 0 and n + end - start == after for n, after, (start, end) in pieces)
+            self.rest = Sequences(page_2N, position_B[rows], cu_seqlens, tuple(seen[rows]), keeps_old)
 
 
 def paged_attention(

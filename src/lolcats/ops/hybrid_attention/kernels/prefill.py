@@ -1,7 +1,8 @@
 """Many tokens of several sequences at once, without autograd; rings and sinks are written where they lie.
 
 Five launches a layer: keys and values, rounded as they are kept, behind those of the rings; three of `forward`; and
-what is kept of the new ones. Which token goes where is the same in all layers: `Tables`, made once for a pass.
+what is kept of the new ones. A sixth copies rings inside of sequences that were cut. Which token goes where is the same
+in all layers: `Tables`, made once for a pass.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def prefill(
         parts: the views of `pages.StatePages`.
         shared: see `hybrid_attention`.
     """
-    page_2N, position_N, *_ = sequences
+    page_2N, position_N, *borders, _ = sequences
     q_THD, k_TGD, v_TGD, y_THD, heads_G = tokens
-    tables = once(shared, Tables, config, *page_2N, *sequences[1:], len(q_THD))
+    tables = once(shared, Tables, config, *page_2N, position_N, *borders, len(q_THD))
     count, entries = len(position_N), len(tables.seen.source) - len(position_N) * config.sinks
     keys, values, heads = parts["k"][:, :, 0], parts["v"][:, :, 0], parts["k"].shape[1]
     new, sink = (k_TGD[:, :, None], v_TGD[:, :, None]), (parts["sink_k"][:, :, 0], parts["sink_v"][:, :, 0])
@@ -111,6 +112,8 @@ def prefill(
     places: dict[str, Any] = {"sinks": sink if config.sinks else None, "heads_G": heads_G}
     seen, kept = (x._replace(page_2N=page_2N) for x in (tables.seen, tables.kept))
     store_tokens(*new, keys, values, seen, dense=(memory[0], memory[1]), **places)
+    if sequences.keeps_old:
+        store_tokens(None, None, keys, values, kept, **places)
 
     k, v = memory[:, :entries, :, 0].transpose(1, 2)[:, None]
     # As many heads as of keys; which ones, the kernel looks up.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.eight_bits import is_packed
+from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
 from lolcats.ops.hybrid_attention.kernels.operands import cdiv, next_power_of_2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import factor_of, levels_of
 
@@ -25,8 +25,7 @@ class Moves(NamedTuple):
 
     source: the new token of each row; negative: there is none, see `store_tokens`.
     slot, place: the row's place in the cache. Places behind the ring are those of the sinks.
-    page_2N: a pair of [N], the slots where each of N sequences is read and written; `slot` is its number then. A place
-        that would stay as it is gets what it has where it is read.
+    page_2N: a pair of [N], the slots where each of N sequences is read and written; `slot` is its number then.
     """
 
     source: Any
@@ -36,8 +35,8 @@ class Moves(NamedTuple):
 
 
 def store_tokens(
-    k_TG1D: Tensor,
-    v_TG1D: Tensor,
+    k_TG1D: Tensor | None,
+    v_TG1D: Tensor | None,
     keys_SGCE: Tensor,
     values_SGCE: Tensor,
     moves: Moves,
@@ -49,6 +48,7 @@ def store_tokens(
     """One token a row: keys[slot, :, place] = k, values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
 
     Args:
+        k_TG1D, v_TG1D: None: where nothing would be written, copy from what is read, where new tokens may come.
         keys_SGCE, values_SGCE: in a floating type with E = D, or int8 with a factor's four bytes behind the D entries.
         moves: of R rows; of several to one place any stays. Without a token zeros are written (-1), or nothing (-2).
         sinks: like keys and values, of places behind theirs.
@@ -56,12 +56,12 @@ def store_tokens(
             without a token get what the cache has at their place.
         heads_G: int64, the heads of k and v that the cache has; None: all.
     """
-    heads, width = keys_SGCE.shape[1], k_TG1D.shape[3]
+    heads, width = keys_SGCE.shape[1], keys_SGCE.shape[3] - FACTOR_BYTES * is_packed(keys_SGCE)
     count = next(len(x) for x in (moves.source, moves.slot) if x is not None)
     block = 1 if count * heads < FEW else 16
     if count == 0:
         return
-    with torch.cuda.device_of(k_TG1D):
+    with torch.cuda.device_of(keys_SGCE):
         _kernel[(cdiv(count, block) * heads,)](
             (rows(k_TG1D), rows(v_TG1D)),
             tuple(map(rows, (keys_SGCE, values_SGCE, *(sinks or (None, None))))),
@@ -120,7 +120,9 @@ def _kernel(
     real = there[:, None] & (column < D)
     for i in tl.static_range(2):
         taken = real & (source >= 0)[:, None]
-        x = tl.load(_address(new[i], source, head, 0) + column, mask=taken, other=0.0).to(tl.float32)
+        x = tl.zeros([ROWS, BLOCK], tl.float32)
+        if new[i].x is not None:
+            x = tl.load(_address(new[i], source, head, 0) + column, mask=taken, other=0.0).to(tl.float32)
         factor = tl.full([ROWS, 1], 1.0, tl.float32)
         if PACKED:
             factor = factor_of(x, 1)[:, None]
@@ -141,12 +143,11 @@ def _kernel(
                     at = _address(cache[2 * part + i], slot, g, place - part * capacity)
                     at_factor = (at + D).to(tl.pointer_type(tl.float32), bitcast=True)
                     writes = inside & (source >= -1)[:, None]
-                    if moves.page_2N is not None:
-                        moved = inside & ((source < -1) & (origin != slot))[:, None]
-                        x += tl.load(old + column, mask=moved & (column < D), other=0.0).to(tl.float32)
+                    if new[i].x is None:
+                        writes = inside & ((source < -1) & (origin != slot))[:, None]
+                        x = tl.load(old + column, mask=writes & (column < D), other=0.0).to(tl.float32)
                         if PACKED:
-                            factor = tl.where(moved, tl.load(old_factor, mask=moved, other=0.0), factor)
-                        writes |= moved
+                            factor = tl.load(old_factor, mask=writes, other=0.0)
                     tl.store(at + column, x.to(at.dtype.element_ty), mask=writes & (column < D))
                     if PACKED:
                         tl.store(at_factor, factor, mask=writes)

@@ -63,8 +63,8 @@ def test_demo_text_is_shipped_with_its_attribution(tmp_path: Path) -> None:
     assert detect_format(DataSource(path="demo"), rows.column_names) == "text"
     assert sum(file.stat().st_size for file in DEMO.iterdir()) < 2 * 2**20
     attribution = (DEMO / "ATTRIBUTION.md").read_text()
-    for source in rows["source"]:
-        assert source.split(":")[0] in attribution
+    assert all(source.split(":")[0] in attribution for source in rows["source"])
+    assert len(open_source(DataSource(path="demo", max_rows=3)).rows(evaluation=True)) == 3
     assert not set(rows["source"][:200]) & set(rows["source"][200:])
 
 

@@ -53,7 +53,7 @@ class OpenSource:
 
         evaluation: only those that are reserved, if any are.
         """
-        return self.data.select(range(self.reserved)) if evaluation and self.reserved else self.data
+        return self.data.take(min(self.reserved, len(self.data))) if evaluation and self.reserved else self.data
 
 
 def open_source(source: DataSource) -> OpenSource:

@@ -48,7 +48,7 @@ def store_tokens(
     """One token a row: keys[slot, :, place] = k, values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
 
     Args:
-        k_TG1D, v_TG1D: None: where nothing would be written, copy from what is read, where new tokens may come.
+        k_TG1D, v_TG1D: None: no token is written; what stays is copied from the slots read, before new ones replace it.
         keys_SGCE, values_SGCE: in a floating type with E = D, or int8 with a factor's four bytes behind the D entries.
         moves: of R rows; of several to one place any stays. Without a token zeros are written (-1), or nothing (-2).
         sinks: like keys and values, of places behind theirs.

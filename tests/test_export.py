@@ -54,9 +54,10 @@ def test_trained_on_conversations_a_model_ends_with_their_turns(adapted, tmp_pat
     assert found == ([before if before is not None else tokenizer.eos_token_id, 5] if ends else before)
 
 
-def test_the_folder_is_that_of_save_pretrained(adapted, tmp_path):
+def test_the_folder_is_that_of_save_pretrained(adapted, tmp_path, monkeypatch):
     model, tokenizer = adapted()
-    export(model, tokenizer, tmp_path / "out", report={}, card="", shard_bytes=20_000)
+    monkeypatch.setattr("lolcats.checkpoint.write.SHARD_BYTES", 20_000)
+    export(model, tokenizer, tmp_path / "out", report={}, card="")
     shards = list((tmp_path / "out").glob("model-*.safetensors"))
     assert len(shards) > 2
     assert all(path.stat().st_size < 25_000 for path in shards)
@@ -86,10 +87,12 @@ def test_lora_is_merged_in_float32(adapted, tmp_path):
     assert torch.equal(written, whole.to(torch.bfloat16))
 
 
-def test_an_export_replaces_the_one_before_whole(adapted, tmp_path):
+def test_an_export_replaces_the_one_before_whole(adapted, tmp_path, monkeypatch):
     """Shards and code of the earlier export go; run/ and what others put there stay."""
     output, common = tmp_path / "out", {"report": {}, "card": ""}
-    export(*adapted(), output, shard_bytes=20_000, **common)
+    with monkeypatch.context() as patch:
+        patch.setattr("lolcats.checkpoint.write.SHARD_BYTES", 20_000)
+        export(*adapted(), output, **common)
     kept = {"run/progress.json": "{}", "notes.txt": "mine", "adapters.md": "mine"}
     for name, text in kept.items():
         (output / name).parent.mkdir(exist_ok=True)

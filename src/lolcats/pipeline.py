@@ -271,7 +271,8 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
         lora = ", with LoRA merged" if config.adjust.enabled else ""
         report["weights"] = f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."
     control = config.adjust.enabled and config.adjust.softmax_control
-    settings: dict[str, Any] = {"as_base": control}
+    exported: Any = run.model.model if control else trained
+    settings: dict[str, Any] = {"report": report, "card": model_card(report)}
     if run.partial is not None:
         settings["weights"] = run.partial.weights()
     else:
@@ -283,16 +284,15 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
             attention_call=SOFTMAX if control else None,
             tolerance=ROUNDED_TOLERANCE if config.model.load_in_4bit else None,
         )
-    settings |= {"report": report, "card": model_card(report)}
     if run.sharded and run.partial is None:
-        export(trained, run.tokenizer, run.output, group, **settings)
+        export(exported, run.tokenizer, run.output, group, **settings)
     else:
         with group.sync_errors():
             if group.is_main and config.model.load_in_4bit:
                 folder = checkpoint_folder(run.model.model.name_or_path, config.model.revision)
-                settings["weights"] = stored_weights(run.model, folder)
+                settings["weights"] = stored_weights(run.model.model if control else run.model, folder)
             if group.is_main:
-                export(trained, run.tokenizer, run.output, **settings)
+                export(exported, run.tokenizer, run.output, **settings)
     if group.is_main and (skipped := report.get("reloaded", {}).get("skipped")):
         run.console.print(f"the written folder was not loaded again to check it: {skipped}")
     run.console.print(table(None, COST_COLUMNS, cost_rows(report)))

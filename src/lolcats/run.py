@@ -66,12 +66,12 @@ class Run:
     model: LolcatsForCausalLM = field(init=False)
     tokenizer: Any = field(init=False)
     base_dtype: torch.dtype = field(init=False)
-    partial: PartialModel | None = None
-    blocks: Blocks | None = None
-    data: dict[str, Splits] = field(default_factory=dict)
+    partial: PartialModel | None = field(default=None, init=False)
+    blocks: Blocks | None = field(default=None, init=False)
+    data: dict[str, Splits] = field(default_factory=dict, init=False)
     validation: PackedDataset = field(init=False)
-    written: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
-    report: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict, init=False)
+    report: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         config = self.config

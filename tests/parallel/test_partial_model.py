@@ -98,9 +98,10 @@ def assert_computed_alike(made, inputs):
 def assert_written_alike(made, folder):
     """The folder written in parts is that of save_pretrained."""
     made.whole.save_pretrained(folder / "whole")
-    written = {"report": {}, "card": "", "shard_bytes": 20_000}
     tokenizer = SimpleNamespace(eos_token_id=0, save_pretrained=lambda folder: None)
-    export(made.partial.model, tokenizer, folder / "parts", weights=made.partial.weights(), **written)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lolcats.checkpoint.write.SHARD_BYTES", 20_000)
+        export(made.partial.model, tokenizer, folder / "parts", weights=made.partial.weights(), report={}, card="")
     expected = load_file(folder / "whole" / "model.safetensors")
     shards = sorted((folder / "parts").glob("*.safetensors"))
     found = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
@@ -39,7 +40,7 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def export(
-    model: LolcatsForCausalLM | PeftModel,
+    model: PreTrainedModel | PeftModel,
     tokenizer: Any,
     output: Path,
     group: Group = SINGLE_PROCESS,
@@ -47,9 +48,7 @@ def export(
     report: dict[str, Any],
     card: str,
     weights: Weights | None = None,
-    as_base: bool = False,
     check: Callable[[Path], Any] | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write weights (safetensors), config, tokenizer, code for machines without lolcats, card and report.
 
@@ -58,28 +57,26 @@ def export(
     one decoder layer's weights and one shard in memory.
 
     Args:
-        model: with adapters, those of `add_lora`; others are merged before (`merge_and_unload`).
+        model: with adapters, those of `add_lora`; others are merged before (`merge_and_unload`). Or the base model of
+            a linearized one, which is written without feature maps.
         report: written as `lolcats_report.json`, with what `check` returns. If its data are conversations, the
             generation settings end with their turns.
         weights: names and tensors, if they are not those in memory (`stored_weights`, blocks).
-        as_base: write a model of the base type, with softmax attention and without feature maps.
         check: called with the complete folder before it is swapped in, may raise; its result goes into the report.
-        shard_bytes: size of a file.
 
     Raises:
         UserError: on all ranks, if the folder cannot be written; what `output` held is as before.
     """
     with group.sync_errors(), staged(output) if group.is_main else nullcontext() as staging:
-        linearized: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        _end_with_turns(linearized.generation_config, tokenizer, report)
-        named = whole_weights(linearized, group) if weights is None else iter(weights)
+        plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        _end_with_turns(plain.generation_config, tokenizer, report)
+        named = whole_weights(plain) if weights is None else iter(weights)
         try:
             if staging is not None:
-                written = linearized.model if as_base else linearized
-                written.save_pretrained(staging, state_dict={})  # configuration, generation settings and code
+                plain.save_pretrained(staging, state_dict={})  # configuration, generation settings and code
                 for name in (SINGLE, INDEX):
                     (staging / name).unlink(missing_ok=True)
-                finish = _finisher(linearized)
+                finish = _finisher(plain)
 
                 def layer_of(item: tuple[str, Tensor]) -> str:
                     """As layouts on disk differ from those in memory within layers; else the weight's name."""
@@ -89,11 +86,9 @@ def export(
                 def stored() -> Weights:
                     for _, members in groupby(named, key=layer_of):
                         content = dict(finish(name, tensor) for name, tensor in members)
-                        if as_base:
-                            content = {key.removeprefix(_PREFIX): x for key, x in content.items() if _MAPS not in key}
-                        yield from revert_weight_conversion(written, content).items()
+                        yield from revert_weight_conversion(plain, content).items()
 
-                write_shards(staging, stored(), shard_bytes)
+                write_shards(staging, stored())
                 tokenizer.save_pretrained(staging)
                 (staging / "README.md").write_text(card, encoding="utf-8")
                 if check is not None:
@@ -115,33 +110,35 @@ def _end_with_turns(settings: Any, tokenizer: Any, report: dict[str, Any]) -> No
         settings.eos_token_id = [*known, end]
 
 
-def whole_weights(model: LolcatsForCausalLM, group: Group = SINGLE_PROCESS) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors of the model's weights, without adapters, one after another.
+def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of the model's weights, as `export` takes it, without adapters, one after another.
 
     All ranks go through it together; each holds one whole weight at a time. Weights that share a tensor come once.
     """
+    omitted = [".lora_"] if isinstance(model, LolcatsForCausalLM) else [".lora_", _MAPS]
     unique = {name for name, _ in model.named_parameters()}
     second_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
     for name, tensor in model.state_dict().items():
-        if ".lora_" not in name and name not in second_names:
+        if not any(part in name for part in omitted) and name not in second_names:
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[str, Tensor]]:
+def stored_weights(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model in 4 bits, the base model's own as its checkpoint in `folder` has them.
 
     Adapters trained on weights in 4 bits are merged into the exact ones: rounded to 4 bits again, their small
     changes would mostly vanish.
     """
     reader = ShardReader(folder)
-    for name, own in BaseCheckpoint(model.model, folder).own_names().items():
-        yield f"{_PREFIX}{own}", reader.slice(name)[:].to(model.dtype)
+    base, prefix = (model.model, _PREFIX) if isinstance(model, LolcatsForCausalLM) else (model, "")
+    for name, own in BaseCheckpoint(base, folder).own_names().items():
+        yield f"{prefix}{own}", reader.slice(name)[:].to(model.dtype)
     for name, tensor in model.state_dict().items():
-        if _MAPS in name:
+        if _MAPS in name and prefix:
             yield name, tensor
 
 
-def _finisher(model: LolcatsForCausalLM) -> Callable[[str, Tensor], tuple[str, Tensor]]:
+def _finisher(model: PreTrainedModel) -> Callable[[str, Tensor], tuple[str, Tensor]]:
     """Makes of a weight and its name those that `save_pretrained` writes after PEFT's `merge_and_unload`.
 
     That itself merges in place, in the weights' own type, and cannot where they are sharded or elsewhere in exact form.
@@ -199,8 +196,8 @@ def _swap(staging: Path, output: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_shards(folder: Path, weights: Weights, shard_bytes: int) -> None:
-    """Write tensors, in the order in which they come, into shards with an index, as `save_pretrained` does.
+def write_shards(folder: Path, weights: Weights) -> None:
+    """Write tensors in the order in which they come, into shards with an index, as `save_pretrained` does.
 
     Memory holds one shard: huggingface_hub's `save_torch_state_dict` needs all tensors at once.
 
@@ -220,7 +217,7 @@ def write_shards(folder: Path, weights: Weights, shard_bytes: int) -> None:
         waiting.clear()
 
     for name, tensor in weights:
-        if waiting and size + tensor.nbytes > shard_bytes:
+        if waiting and size + tensor.nbytes > SHARD_BYTES:
             flush()
             size = 0
         # a copy: safetensors refuses tensors that share memory, and the caller may free its own

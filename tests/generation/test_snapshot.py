@@ -27,7 +27,7 @@ def test_continuing_equals_the_unbroken_run(kit, any_model, make_engine, length)
 def test_the_state_at_the_end_of_an_answer(kit, any_model, make_engine):
     engine = make_engine(any_model)
     prompt = kit.random_tokens(9, 0)
-    first = engine.submit(prompt, PARAMS, keep_state=True).result()
+    first = engine.submit(prompt, PARAMS.changed(keep_state=True)).result()
     assert first.snapshot.token_ids == prompt + first.token_ids
     assert first.snapshot.length == len(prompt) + len(first.token_ids) - 1  # the last one was not fed
     second = engine.submit([], PARAMS, snapshot=first.snapshot).result()
@@ -39,7 +39,7 @@ def test_the_state_at_the_end_of_an_answer(kit, any_model, make_engine):
 def test_a_cancelled_request_can_go_on(kit, model, make_engine):
     engine = make_engine(prefill_chunk=4)
     for steps in (1, 8):  # within the prompt, within the answer
-        request = engine.submit(kit.random_tokens(9, 0), PARAMS, keep_state=True)
+        request = engine.submit(kit.random_tokens(9, 0), PARAMS.changed(keep_state=True))
         for _ in range(steps):
             engine.step()
         request.cancel()

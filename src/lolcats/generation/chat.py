@@ -65,7 +65,7 @@ class Chat:
             # The model's own end token; it is not fed yet, and the template writes the end that it wants.
             snapshot = replace(snapshot, token_ids=snapshot.token_ids[:-1])
         prompt = self.engine.encode(rendered if after is None else after, special=False)
-        self._request = self.engine.submit(prompt, params, snapshot=snapshot, keep_state=True)
+        self._request = self.engine.submit(prompt, params.changed(keep_state=True), snapshot=snapshot)
         yield from self._request
         self.result, self._request = self._request.result(), None
         if self.result.finish_reason == "error":

@@ -72,7 +72,6 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         snapshot: Snapshot | None = None,
-        keep_state: bool = False,
         stream: bool = True,
         on_event: Callable[[Piece], Any] | None = None,
     ) -> Request:
@@ -81,7 +80,6 @@ class Engine:
         Args:
             prompt: text or token ids.
             snapshot: continue from this state; the prompt is added to it, a text without special tokens.
-            keep_state: put the state at the end into the result.
             stream: deliver text as it comes; False: all at once, which costs less.
             on_event: called with each `Piece` and then the `Result`, in the engine's thread; instead of iterating.
 
@@ -116,7 +114,6 @@ class Engine:
             note_cancel=self._scheduler.cancelled.append,
             stream=stream,
             on_event=on_event,
-            keep_state=keep_state,
             snapshot=snapshot,
         )
         with self._changed:
@@ -132,8 +129,8 @@ class Engine:
         Raises:
             RuntimeError: the model failed; also what `submit` raises.
         """
-        one = SamplingParams(max_new_tokens=1)
-        result = self.submit(prompt, one, snapshot=snapshot, stream=False, keep_state=True).result()
+        one = SamplingParams(max_new_tokens=1, keep_state=True)
+        result = self.submit(prompt, one, snapshot=snapshot, stream=False).result()
         if result.snapshot is None:
             raise RuntimeError(f"no state of the prompt: {result.error or result.finish_reason}")
         return replace(result.snapshot, token_ids=result.snapshot.token_ids[:-1])

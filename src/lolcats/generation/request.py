@@ -65,7 +65,7 @@ class Result(Piece):
         finish_reason: "stop" (end token or stop string), "length", "cancelled" or "error".
         prompt_tokens: tokens before the new ones, those of a snapshot included.
         error: the failure's type and message.
-        snapshot: the state at the end, if `keep_state` asked for it.
+        snapshot: the state at the end, if `SamplingParams.keep_state` asked for it.
     """
 
     finish_reason: str
@@ -104,12 +104,10 @@ class Request:
         note_cancel: Callable[[Request], None],
         stream: bool = True,
         on_event: Callable[[Piece], Any] | None = None,
-        keep_state: bool = False,
         snapshot: Snapshot | None = None,
     ) -> None:
         self.tokens, self.params, self.prompt_tokens = tokens, params, len(tokens)
-        self.keep_state, self.snapshot = keep_state, snapshot
-        self.fed, self.slot = 0, -1
+        self.snapshot, self.fed, self.slot = snapshot, 0, -1
         self.random = random.Random(params.seed if params.seed is None else params.seed % 2**64)  # it takes -1 for 1
         self.stream = stream or bool(params.stop)
         self.stops = StopStrings(params.stop)

@@ -61,16 +61,18 @@ class CommonParams(BaseModel):
 
 
 class SamplingParams(CommonParams):
-    """How one request's tokens are chosen and when they end. Bad values raise ValueError.
+    """How one request's tokens are chosen, when they end and what comes with them. Bad values raise ValueError.
 
     Attributes:
         max_new_tokens: most tokens to generate.
         logprobs: also return each token's log-probability under the model, before temperature and all other
             processing, and those of this many likeliest tokens (0 to 20). None: not at all.
+        keep_state: put the state at the end into the result.
     """
 
     max_new_tokens: int = Field(128, ge=1, le=2**31 - 1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    keep_state: bool = False
 
     def changed(self, **values: Any) -> SamplingParams:
         """With some other values, which are checked."""

@@ -175,7 +175,7 @@ class Scheduler:
             request.close_text()
             if request.stops.found is not None and reason == "length":
                 reason = "stop"  # it was in what was held back
-            if request.keep_state and request.slot >= 0 and reason != "error":
+            if request.params.keep_state and request.slot >= 0 and reason != "error":
                 tensors = self.cache.read(request.slot)
                 snapshot = Snapshot(list(request.tokens), request.fed, tensors, self.runner.model)
         except Exception as failure:

@@ -63,13 +63,13 @@ def test_against_plain_passes(family):
     tokens = np.random.default_rng(0).integers(1, 50, (2, 24)).astype(np.int32)
     found = measure(model, PackedDataset(tokens, np.ones_like(tokens, dtype=bool)))
     plain = []
-    call = AttentionCall(mode="softmax", observe=lambda **seen: plain.append(seen))
+    call = AttentionCall(mode="softmax", observe=plain.append)
     with torch.no_grad():
         model(torch.from_numpy(tokens).long(), use_cache=False, attention_call=call)
         for layer, seen in enumerate(plain):
-            options = {key: value for key, value in seen["call"].items() if key != "sliding_window"}
-            y, _ = seen["module"](seen["q"], seen["k"], seen["v"], **options, backend="reference")
-            expected = (y - seen["y_softmax"]).square().mean((0, 2, 3))
+            given = seen.q, seen.k, seen.v, seen.scoring
+            y, _ = seen.module(*given, cu_seqlens=seen.visible.cu_seqlens, backend="reference")
+            expected = (y - seen.y_softmax).square().mean((0, 2, 3))
             torch.testing.assert_close(torch.tensor(found["mse_heads"][layer]), expected, rtol=1e-3, atol=1e-9)
 
 

@@ -105,20 +105,19 @@ def test_observers_see_what_the_layer_sees(kit, family):
     input_ids, mask = kit.tokens(2, 12), kit.padding([12, 7], 12)
     seen = {}
 
-    def observe(module, layer_idx, q, k, v, y_softmax, call):
-        seen[layer_idx] = (module, q, k, v, y_softmax, call)
+    def observe(layer):
+        seen[layer.layer_idx] = layer
 
     expected = model(input_ids, attention_mask=mask, attention_call=SOFTMAX).logits
     call = AttentionCall(mode="softmax", observe=observe)
     observed = model(input_ids, attention_mask=mask, use_cache=False, attention_call=call).logits
     assert torch.equal(observed[mask.bool()], expected[mask.bool()])
     tokens = int(mask.sum())
-    assert {index: module for index, (module, *_) in seen.items()} == dict(model.linear_layers())
-    for module, q, k, v, y_softmax, call in seen.values():
+    assert {index: layer.module for index, layer in seen.items()} == dict(model.linear_layers())
+    for module, _, q, k, v, y_softmax, scoring, visible in seen.values():
         assert q.shape == (1, module.num_heads, tokens, module.head_dim)
-        torch.testing.assert_close(softmax_attention(q, k, v, **call), y_softmax, **TOLERANCE)
-        arguments = {name: value for name, value in call.items() if name != "sliding_window"}
-        y, _ = module(q, k, v, **arguments)
+        torch.testing.assert_close(softmax_attention(q, k, v, scoring, visible), y_softmax, **TOLERANCE)
+        y, _ = module(q, k, v, scoring, cu_seqlens=visible.cu_seqlens)
         # the first block of the terrace is softmax attention
         torch.testing.assert_close(y[0, :, :2], y_softmax[0, :, :2], **TOLERANCE)
 

@@ -61,14 +61,15 @@ def test_transfer_compares_the_linear_heads_alone(kit):
     model = kit.linearized(kit.build("llama3"), window_size=3, exact=EXACT)
     seen = {}
 
-    def observe(module, layer_idx, q, k, v, y_softmax, call):
-        call = {name: value for name, value in call.items() if name != "sliding_window"}
-        seen[layer_idx] = module.output_mse(q, k, v, y_softmax, **call)
+    def observe(layer):
+        module, layer_idx, q, k, v, y_softmax, scoring, visible = layer
+        call = scoring, visible.cu_seqlens
+        seen[layer_idx] = module.output_mse(q, k, v, y_softmax, *call)
         changed = y_softmax.clone()
         exact = module.heads.exact[0]
         changed[:, 2 * exact : 2 * exact + 2] += 100.0
-        assert torch.equal(module.output_mse(q, k, v, changed, **call), seen[layer_idx])
-        assert not torch.equal(module.output_mse(q, k, v, changed.flip(1), **call), seen[layer_idx])
+        assert torch.equal(module.output_mse(q, k, v, changed, *call), seen[layer_idx])
+        assert not torch.equal(module.output_mse(q, k, v, changed.flip(1), *call), seen[layer_idx])
 
     model(kit.tokens(2, 12), use_cache=False, attention_call=AttentionCall(mode="softmax", observe=observe))
     assert sorted(seen) == [0, 1]

@@ -30,12 +30,13 @@ def test_whole_sequences(bounded, kit, monkeypatch):
     found = bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
     right, calls = softmax.softmax_attention, []
 
-    def plain(q, k, v, *, sinks, sliding_window, dropout, cu_seqlens, **given):
-        if sinks is None:
-            return right(q, k, v, sliding_window=sliding_window, cu_seqlens=cu_seqlens, **given)
-        calls.append((sliding_window, sinks))
-        given |= {"cu_seqlens": torch.tensor(cu_seqlens)}
-        return written_out(q, k, v, window=sliding_window, sinks=sinks, **given)
+    def plain(q, k, v, scoring, visible, *, dropout):
+        if not visible.sinks:
+            return right(q, k, v, scoring, visible)
+        window, sinks, borders, *_ = visible
+        calls.append((window, sinks))
+        given = scoring._asdict() | {"cu_seqlens": torch.tensor(borders)}
+        return written_out(q, k, v, window=window, sinks=sinks, **given)
 
     monkeypatch.setattr(attention_module, "softmax_attention", plain)
     expected = bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]

@@ -7,7 +7,7 @@ import torch
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.layer import HybridAttention
-from lolcats.ops import hybrid_attention, weights_cross_entropy
+from lolcats.ops import Scoring, hybrid_attention, weights_cross_entropy
 
 
 def make_layer(config: AttentionConfig | None = None, **settings):
@@ -62,12 +62,11 @@ def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> N
     config = AttentionConfig("sliding", 5, sinks=1, feature_map=feature_map)
     layer = trained_layer(config, share_state=share_state)
     q, k, v = random_qkv()
-    sink_logits = torch.randn(6)
-    options = {"sink_logits": sink_logits, "scale": 0.5, "softcap": 2.0}
-    _, state = layer(q, k, v, return_state=True, **options)
+    scoring = Scoring(torch.randn(6), scale=0.5, softcap=2.0)
+    _, state = layer(q, k, v, scoring, return_state=True)
     given = {"state": state, "return_state": True}
-    y, after = layer(q, k, v, **given, **options)
-    params = layer.params(**options)
+    y, after = layer(q, k, v, scoring, **given)
+    params = layer.params(scoring)
     expected, expected_after = hybrid_attention(q, k, v, layer.config, params, backend="chunked", **given)
     # float32 sums of 40 terms
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
@@ -90,10 +89,10 @@ def test_values_narrower_than_keys() -> None:
 def test_cross_entropy_is_the_operator() -> None:
     layer = trained_layer()
     q, k = (x[:1] for x in random_qkv()[:2])
-    sink_logits = torch.randn(6)
+    scoring = Scoring(torch.randn(6), softcap=2.0)
     options = {"cu_seqlens": torch.tensor([0, 5, 18]), "sliding_window": 7}
-    loss = layer.weights_cross_entropy(q, k, sink_logits=sink_logits, softcap=2.0, **options)
-    params = layer.params(sink_logits, None, 2.0)
+    loss = layer.weights_cross_entropy(q, k, scoring, **options)
+    params = layer.params(scoring)
     assert loss.shape == ()
     expected = weights_cross_entropy(q, k, layer.config, params, **options)
     torch.testing.assert_close(loss, expected)

@@ -5,12 +5,13 @@ import torch
 from softmax_written_out import written_out
 
 from lolcats.modeling import softmax
-from lolcats.modeling.softmax import softmax_attention
+from lolcats.modeling.softmax import Visible, softmax_attention
+from lolcats.ops import Scoring
 
 TOKENS = 33
 LENGTHS = {"whole": [TOKENS], "sequences": [3, 14, 1, 0, 15], "many": [1] * 4 + [29]}
 SCORES = {"plain": {}, "softcap": {"softcap": 2.0}, "sink logits": {"sink_logits": torch.tensor([0.3, -1.0, 0.0, 2.0])}}
-WINDOWS = [(None, None), (4, None), (5, 2), (1, 0), (4, 7), (31, 1), (40, 1)]
+WINDOWS = [(None, 0), (4, 0), (5, 2), (1, 0), (4, 7), (31, 1), (40, 1)]
 
 
 def random_qkv(device="cpu", dtype=torch.float32, head_dim=8, tokens=TOKENS, batch=3):
@@ -35,10 +36,10 @@ def test_softmax_attention_is_the_definition(window, sinks, layout, scores, monk
             fewer = [0, *torch.tensor([max(n - past, 0) for n in lengths]).cumsum(0).tolist()]
             apart = {"cu_seqlens": torch.tensor(fewer), "key_borders": borders.tolist()}
         for past_q in (q[:, :, late], q[:, :, late].clone().requires_grad_()):
-            y = softmax_attention(past_q, k, v, sliding_window=window, sinks=sinks, **apart, **given)
+            y = softmax_attention(past_q, k, v, Scoring(**given), Visible(window, sinks, **apart))
             torch.testing.assert_close(y, expected[:, :, late], rtol=1e-4, atol=1e-5)
         if window is not None and window < 30 and past == 0 and layout != "many":
-            wrong = softmax_attention(q, k, v, sliding_window=window + 1, sinks=sinks, **apart, **given)
+            wrong = softmax_attention(q, k, v, Scoring(**given), Visible(window + 1, sinks, **apart))
             assert (wrong - expected).abs().max() > 1e-3
 
 
@@ -51,20 +52,20 @@ def test_a_window_without_masks(window, sinks, past, without_masks):
     expected, place = written_out(q, k, v, window=window, sinks=sinks)[:, :, past:], torch.arange(TOKENS)
     kept = (place < sinks) | (place > past - window)
     for keep in (slice(None), kept):
-        y = softmax_attention(q[:, :, past:], k[:, :, keep], v[:, :, keep], sliding_window=window, sinks=sinks)
+        y = softmax_attention(q[:, :, past:], k[:, :, keep], v[:, :, keep], visible=Visible(window, sinks))
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     assert len(without_masks) == 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("window", "sinks"), [(None, None), (256, 4)])
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (256, 4)])
 @pytest.mark.parametrize("past", [0, 700, 1499])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @torch.no_grad()
 def test_on_a_gpu(head_dim, past, window, sinks):
     q, k, v = random_qkv("cuda", torch.bfloat16, head_dim, 1500, 2)
     assert softmax.takes_window(q, k, v)
-    y = softmax_attention(q[:, :, past:], k, v, sliding_window=window, sinks=sinks)
+    y = softmax_attention(q[:, :, past:], k, v, visible=Visible(window, sinks))
     place = torch.arange(1500, device="cuda")
     query = place[past:, None]
     seen = place <= query
@@ -84,8 +85,8 @@ def test_gradients_are_those_of_the_definition():
     def gradients(y):
         return torch.autograd.grad((y * weight).sum(), tensors)
 
-    found = gradients(softmax_attention(*tensors, sliding_window=6, **given))
+    found = gradients(softmax_attention(*tensors, visible=Visible(6, **given)))
     expected = gradients(written_out(*tensors, window=6, **given))
     torch.testing.assert_close(found, expected)
-    wrong = gradients(softmax_attention(*tensors, sliding_window=7, **given))
+    wrong = gradients(softmax_attention(*tensors, visible=Visible(7, **given)))
     assert (wrong[1] - expected[1]).abs().max() > 1e-3

@@ -8,10 +8,10 @@ from kit import DEVICE, borders, decode, make_case, triton_step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels.forward import States, scan_chunks
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step
+from lolcats.ops.hybrid_attention.state import initial_state
 
 TERRACED = "terraced 16"
 
@@ -60,7 +60,7 @@ def test_the_scan_leaves_out_the_own_entry(reverse):
     """Features over a clamped denominator are 1e12: a sum less the own entry would lose all before it."""
     case = make_case("sliding 0", 640)
     tensors = (case.q, case.k, case.v, *case.params.tensors, *[None] * 4)
-    x = Operands.of(tensors, case.config, 0.25, None)
+    x = Operands(tensors, case.config, 0.25, None)
     S = torch.randn(1, 1, 10, x.shape.F, x.shape.D, device=DEVICE)
     z = torch.rand(1, 1, 10, x.shape.F, device=DEVICE)
     S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12

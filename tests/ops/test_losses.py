@@ -7,7 +7,7 @@ import torch
 from kit import CONFIGS, DEVICE, Case, Row, alone, assert_near, borders, exact, make_case, needs_triton, varied
 
 from lolcats.modeling.softmax import softmax_attention
-from lolcats.ops import attention_weights, output_mse, weights_cross_entropy
+from lolcats.ops import Scoring, attention_weights, output_mse, weights_cross_entropy
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
 SCALE = 0.4
@@ -93,7 +93,7 @@ def test_weights_times_values_are_the_outputs(config):
     v, scores = case.v.repeat_interleave(3, 1), {"scale": SCALE, "softcap": 2.0}
     assert lengths.tolist() == [60, 60]
     expected = {"hybrid": case.run("reference", **scores)[0]}
-    expected["softmax"] = softmax_attention(case.q, case.k, case.v, sink_logits=case.params.sink_logits, **scores)
+    expected["softmax"] = softmax_attention(case.q, case.k, case.v, Scoring(case.params.sink_logits, **scores))
     assert_near({"hybrid": hybrid @ v, "softmax": softmax @ v}, expected, torch.float64)
     assert not hybrid.triu(1).any()
     assert not softmax.triu(1).any()

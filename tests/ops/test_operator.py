@@ -36,6 +36,7 @@ from kit import (
 )
 
 from lolcats.modeling.softmax import softmax_attention
+from lolcats.ops import Scoring
 from lolcats.ops.eight_bits import pack, unpack
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 
@@ -63,7 +64,7 @@ def test_a_window_for_all_is_softmax_attention(backend):
     wide += [("terraced 64 map=None", 100), ("sliding 1 sinks=30", 31)]
     for (config, tokens), options, sinks in product(wide, ({}, {"softcap": 2.0, "scale": 0.7}), (False, True)):
         case = make_case(config, tokens, heads=6, kv_heads=2, dtype=torch.float64, sink_logits=sinks)
-        expected = softmax_attention(case.q, case.k, case.v, sink_logits=case.params.sink_logits, **options)
+        expected = softmax_attention(case.q, case.k, case.v, Scoring(case.params.sink_logits, **options))
         assert_near({"y": case.run(backend, **options)[0]}, {"y": expected}, torch.float64)
 
 

@@ -6,6 +6,7 @@ from kit import DEVICE, TOLERANCE
 from torch import Tensor
 
 from lolcats.modeling.softmax import softmax_attention
+from lolcats.ops import Scoring
 from lolcats.ops.eight_bits import is_packed, pack, unpack
 from lolcats.ops.hybrid_attention.kernels import splits
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step
@@ -34,11 +35,11 @@ class Slots:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
-        batch, self.softcap = len(lengths), softcap
+        batch = len(lengths)
         self.length_B = torch.tensor(lengths, device=DEVICE)
         self.q_BH1D = 3.0 * normal(batch, 1, heads, head_dim).transpose(1, 2)
         self.k_BGKD, self.v_BGKD = (normal(batch + 2, kv_heads, keys + 1, head_dim)[1:-1, :, :-1] for _ in range(2))
-        self.sink_H = normal(heads) if sinks else None
+        self.scoring = Scoring(normal(heads) if sinks else None, softcap=softcap)
         if packed:
             self.k_BGKD, self.v_BGKD = pack(self.k_BGKD), pack(self.v_BGKD)
         for x in (self.k_BGKD, self.v_BGKD):
@@ -46,10 +47,7 @@ class Slots:
                 row[:, length:] = -1 if packed else torch.nan  # four bytes of -1 are NaN, too
 
     def step(self) -> Tensor:
-        scale = self.q_BH1D.shape[-1] ** -0.5
-        return softmax_step(
-            self.q_BH1D, self.k_BGKD, self.v_BGKD, self.length_B, self.sink_H, scale, self.softcap
-        ).double()
+        return softmax_step(self.q_BH1D, self.k_BGKD, self.v_BGKD, self.length_B, self.scoring).double()
 
     def expected(self) -> Tensor:
         """Each row alone; zeros without keys."""
@@ -60,8 +58,7 @@ class Slots:
                 if is_packed(keys[0]):
                     keys = [unpack(x, torch.float64) for x in keys]
                 keys = [x.double() for x in keys]
-                options = {"softcap": self.softcap, "sink_logits": self.sink_H}
-                rows[b] = softmax_attention(self.q_BH1D[b : b + 1].double(), *keys, **options)[0]
+                rows[b] = softmax_attention(self.q_BH1D[b : b + 1].double(), *keys, self.scoring)[0]
         return rows
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
-from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.call import AttentionCall, Observed
 from lolcats.training.stage import weights_of
 
 
@@ -12,8 +12,8 @@ def record_layers(stage, batch):
     """Inputs and softmax outputs of every linearized layer."""
     seen = {}
 
-    def observe(module, layer_idx, q, k, v, y_softmax, call):
-        seen[layer_idx] = (module, q.clone(), k.clone(), v.clone(), y_softmax.clone(), dict(call))
+    def observe(layer):
+        seen[layer.layer_idx] = Observed(*(x.clone() if isinstance(x, torch.Tensor) else x for x in layer))
 
     call = AttentionCall(mode="softmax", observe=observe)
     with torch.no_grad():
@@ -24,9 +24,8 @@ def record_layers(stage, batch):
 def global_loss(seen):
     """The paper's loss over all layers in one graph: mean of the layers' mean squared errors, x 1000."""
     total = 0.0
-    for module, q, k, v, y_softmax, call in seen.values():
-        call.pop("sliding_window", None)
-        y, _ = module(q, k, v, **call)
+    for module, _, q, k, v, y_softmax, scoring, visible in seen.values():
+        y, _ = module(q, k, v, scoring, cu_seqlens=visible.cu_seqlens)
         total = total + 1000.0 * (y - y_softmax).square().mean()
     return total / len(seen)
 
@@ -82,7 +81,7 @@ def test_weights_cross_entropy_is_lowest_for_equal_weights(transfer_stage):
     equal, train = transfer_stage({"window_size": 64}, mse_factor=0.0, xent_factor=1.0)
     short, _ = transfer_stage({"window_size": 4}, mse_factor=0.0, xent_factor=1.0)
     batch = train.batch(range(2))
-    _, q, k, *_ = record_layers(equal, batch)[0]
+    _, _, q, k, *_ = record_layers(equal, batch)[0]
     score = (q @ k.repeat_interleave(2, 1).transpose(-1, -2)) / q.shape[-1] ** 0.5
     causal = torch.ones(score.shape[-2:], dtype=torch.bool).tril()
     weights = score.masked_fill(~causal, -torch.inf).softmax(-1)

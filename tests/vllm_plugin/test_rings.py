@@ -5,13 +5,15 @@ import random
 import pytest
 import torch
 
-from lolcats.modeling.softmax import softmax_attention
+from lolcats.modeling.softmax import Visible, softmax_attention
+from lolcats.ops import Scoring
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack
 from lolcats.ops.hybrid_attention.pages import PagedBatch, Tokens
 from lolcats.vllm_plugin.rings import NO_PAGE, Ring, ring_attention
 
 KV_HEADS, GROUP, DIM = 4, 2, 16
 HEADS = [0, 3]  # those with rings
+SCORING = Scoring(scale=0.3)
 LENGTHS = (1, 2, 17, 18, 19, 63, 90)
 DEVICE, TOLERANCE = ("cuda", 1e-3) if torch.cuda.is_available() else ("cpu", 2e-5)  # float32, sums in another order
 
@@ -57,7 +59,7 @@ def run_schedule(ring: Ring, size: int, steps: bool, tensors: list, seed: int) -
         )
         y = torch.zeros_like(q)
         heads = torch.tensor(HEADS, device=DEVICE)
-        ring_attention(ring, Tokens(q, k, v, y, heads), memory, batch, scale=0.3, softcap=None)
+        ring_attention(ring, Tokens(q, k, v, y, heads), memory, batch, SCORING)
         assert not y.unflatten(1, (KV_HEADS, -1))[:, [1, 2]].any(), "wrote other heads"
         for place, row in enumerate(rows):
             done[row].append(y[begin[place] : begin[place + 1]])
@@ -72,7 +74,7 @@ def alone(ring: Ring, packed: bool, tensors: list) -> list[torch.Tensor]:
     for q, k, v in zip(*tensors, strict=True):
         own = [x.unflatten(1, (KV_HEADS, -1))[:, HEADS].flatten(1, 2).transpose(0, 1)[None] for x in (q, k, v)]
         kept = [pack(x) if packed else x for x in own[1:]]
-        y = softmax_attention(own[0], *kept, scale=0.3, sliding_window=ring.window, sinks=ring.sinks)
+        y = softmax_attention(own[0], *kept, SCORING, Visible(ring.window, ring.sinks))
         outputs.append(y[0].transpose(0, 1).unflatten(1, (len(HEADS), -1)))
     return outputs
 

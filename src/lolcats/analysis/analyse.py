@@ -21,7 +21,7 @@ from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model, with_begin_token
 from lolcats.evaluation.perplexity import batches_of
-from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.call import AttentionCall, Observed
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops import attention_weights
 from lolcats.provenance import provenance
@@ -80,15 +80,14 @@ def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: in
     def add(sums: dict[int, Tensor], layer: int, value_H: Tensor) -> None:
         sums[layer] = sums.get(layer, 0) + value_H.double()
 
-    def observe(module: Any, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: Any) -> None:
+    def observe(seen: Observed) -> None:
+        module, layer_idx, q, k, v, y_softmax, scoring, visible = seen
         if module is None:
             return
-        plain_call = {key: value for key, value in call.items() if key != "sliding_window"}
-        error_BHTD = module(q, k, v, **plain_call)[0].float() - y_softmax.float()
+        error_BHTD = module(q, k, v, scoring, cu_seqlens=visible.cu_seqlens)[0].float() - y_softmax.float()
         add(errors, layer_idx, error_BHTD.square().mean(dim=(2, 3)).sum(0))
-        scores = dict(call)
-        params = module.params(*(scores.pop(name) for name in ("sink_logits", "scale", "softcap")))
-        hybrid_NHTT, _, length_N = attention_weights(q, k, module.config, params, **scores)
+        params = module.params(scoring)
+        hybrid_NHTT, _, length_N = attention_weights(q, k, module.config, params, cu_seqlens=visible.cu_seqlens)
         position_T = torch.arange(hybrid_NHTT.shape[-1], device=q.device)
         real_NT = position_T < length_N[:, None]
         # Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is the linear part's share.

@@ -141,7 +141,7 @@ class Runner:
         ranges = [torch.arange(held, held + count) for held, count in zip(before, counts, strict=True)]
         if len(slots) == 1:
             adjacent = slice(slots[0], slots[0] + 1)
-            rows = Rows(past, end, None, slot_B, adjacent, fresh=rows.fresh, step=longest == 1)
+            rows = Rows(past, end, None, slot_B, adjacent, fresh=rows.fresh)
         logits_BV = self._forward(rows, token_1N, torch.cat(ranges)[None].to(self.device), new_B.cumsum(0) - 1)
         self.cache.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
@@ -206,7 +206,7 @@ class Runner:
         first, active_B = slice(0, rows), self.active_S[:rows]
         length_B = self.cache.length_S[:rows].clone()
         past_B = torch.where(active_B, length_B, -1)
-        used = Rows(past, past + 1, past_B, self.slot_S[:rows], first, step=True)
+        used = Rows(past, past + 1, past_B, self.slot_S[:rows], first)
         with self.compiled.active():
             logits_BV = self._forward(used, self.token_S[:rows, None], length_B[:, None], None)
         self.cache.length_S[:rows] += active_B

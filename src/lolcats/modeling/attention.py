@@ -17,11 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import ExactCacheLayer, recurrent_layers
-from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Packing, Rows
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Observed, Packing, Rows
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
-from lolcats.modeling.softmax import softmax_attention
+from lolcats.modeling.softmax import Visible, softmax_attention
 from lolcats.ops.eight_bits import pack
+from lolcats.ops.hybrid_attention.params import Scoring
 from lolcats.ops.hybrid_attention.state import needs_gradient
 
 ATTENTION_NAME = "lolcats"
@@ -71,36 +72,34 @@ def lolcats_attention(
     hybrid = linear_attention is not None and call.mode == "hybrid"
     past, whole = 0 if layer is None else layer.tokens, key.shape[2] == tokens
     rows = call.rows or Rows(past, past + tokens)
-    packing = None if call.packs_layers else call.packing
+    packing = None if call.packing is None or call.packing.packs_layers else call.packing
     if packing is not None:
         query, key, value = (packing.pack(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
     cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(query.device)
-    window, sinks, packed = sliding_window, None, False  # of heads with softmax attention
+    scoring = Scoring(s_aux, scaling, softcap)
+    visible, packed = Visible(sliding_window), False  # of heads with softmax attention
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
     if attention is not None and call.mode == "hybrid" and sliding_window is None:
         packed = attention.cache_bits == 8 and not needs_gradient(query, key, value)
         if attention.exact_tokens:
-            window, sinks = attention.exact_tokens, attention.sinks
+            visible = Visible(attention.exact_tokens, attention.sinks)
 
-    def softmax(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, kept: ExactCacheLayer | None) -> Tensor:
+    def softmax(q: Tensor, k: Tensor, v: Tensor, own: Scoring, kept: ExactCacheLayer | None) -> Tensor:
         """Of heads with softmax attention, which see these keys after those that `kept` has."""
         if kept is not None:
-            k, v, where = kept.append(k, v, rows, window, sinks, packed)
+            k, v, seen = kept.append(k, v, rows, visible, packed)
         else:
-            where = {"cu_seqlens": rows.borders}
+            seen = visible._replace(cu_seqlens=rows.host and rows.host[0])
             k, v = (pack(k), pack(v)) if packed else (k, v)
-        scoring: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "dropout": dropout}
-        return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **scoring, **where)
+        return softmax_attention(q, k, v, own, seen, dropout=dropout)
 
     if not hybrid:
-        y_BHTD = softmax(query, key, value, s_aux, layer)
+        y_BHTD = softmax(query, key, value, scoring, layer)
         if call.observe is not None:
             if not whole or layer is not None:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
-            seen: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux}
-            seen |= {"cu_seqlens": cu_seqlens, "sliding_window": sliding_window}
-            tensors = {"q": query, "k": key, "v": value, "y_softmax": y_BHTD}
-            call.observe(module=linear_attention, layer_idx=index, **tensors, call=seen)
+            seen = visible._replace(cu_seqlens=cu_seqlens)
+            call.observe(Observed(linear_attention, index, query, key, value, y_BHTD, scoring, seen))
         return _merged_heads(y_BHTD, packing)
 
     if layer is None and not whole:
@@ -111,24 +110,25 @@ def lolcats_attention(
     if layer is not None and call.gates is not None:
         raise ValueError("gates see whole sequences: call the model with use_cache=False")
     heads: HeadSplit = linear_attention.heads
-    q_BHTD, k_BGTD, v_BGTD, sink_logits = query, key, value, s_aux
+    q_BHTD, k_BGTD, v_BGTD, linear_scoring = query, key, value, scoring
     y_exact = None
     if heads.exact:
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (query, key, value))
-        exact_sinks, sink_logits = (None, None) if s_aux is None else heads.split(s_aux, 0)
-        y_exact = softmax(q, k, v, exact_sinks, None if layer is None else layer.exact)
-    arguments: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits}
-    arguments |= {"cu_seqlens": cu_seqlens, "shared": rows.shared}
+        exact_scoring = scoring
+        if s_aux is not None:
+            exact_scoring, linear_scoring = (scoring._replace(sink_logits=x) for x in heads.split(s_aux, 0))
+        y_exact = softmax(q, k, v, exact_scoring, None if layer is None else layer.exact)
+    arguments: dict[str, Any] = {"cu_seqlens": cu_seqlens, "shared": rows.shared}
     if layer is not None:
         arguments |= {"state": layer.take(rows), "return_state": True}
-    y_BHTD, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, backend=call.backend, **arguments)
+    y_BHTD, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, linear_scoring, backend=call.backend, **arguments)
     if layer is not None:
         layer.advance(state, rows)
     if y_exact is not None:
         y_BHTD = heads.join(y_exact, y_BHTD)
     if call.gates is not None:
         gate_H = call.gates[index].repeat_interleave(query.shape[1] // key.shape[1])
-        y_BHTD = torch.lerp(y_BHTD, softmax(query, key, value, s_aux, None), gate_H[:, None, None].to(y_BHTD.dtype))
+        y_BHTD = torch.lerp(y_BHTD, softmax(query, key, value, scoring, None), gate_H[:, None, None].to(y_BHTD.dtype))
     return _merged_heads(y_BHTD, packing)
 
 
@@ -250,9 +250,10 @@ def _documents(config: Any, kwargs: dict[str, Any], batch: int, tokens: int) -> 
 
 def _packed(config: Any, kwargs: dict[str, Any], rows: Rows, packing: Packing) -> dict[str, Any]:
     """The decoder's arguments for a packed pass: all that are [B, T, ...] become [1, N, ...]."""
-    packs_layers = len(packing.token_N) > 0 and not recurrent_layers(config)  # layers cannot do without tokens
-    call = replace(kwargs[ATTENTION_CALL], rows=rows, packing=packing, packs_layers=packs_layers)
-    if not packs_layers:
+    if len(packing.token_N) == 0 or recurrent_layers(config):  # layers cannot do without tokens
+        packing = replace(packing, packs_layers=False)
+    call = replace(kwargs[ATTENTION_CALL], rows=rows, packing=packing)
+    if not packing.packs_layers:
         return kwargs | {ATTENTION_CALL: call}
     position_ids, shape = kwargs["position_ids"], (packing.batch, packing.tokens)
     position_ids = position_ids.expand(*position_ids.shape[:-2], *shape)
@@ -265,7 +266,7 @@ def _packed(config: Any, kwargs: dict[str, Any], rows: Rows, packing: Packing) -
 def restore_batch(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the decoder: what it returns of a packed row, as a batch."""
     call: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
-    if call.packing is None or not call.packs_layers:
+    if call.packing is None or not call.packing.packs_layers:
         return
     packing, tokens = call.packing, len(call.packing.token_N)
 

@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from lolcats.modeling.call import Rows
 from lolcats.modeling.compat import is_placeholder
+from lolcats.modeling.softmax import Visible
 from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import is_packed, pack
 from lolcats.ops.hybrid_attention.api import has_kernel
@@ -159,20 +160,20 @@ class ExactCacheLayer(AttentionCacheLayer):
         self._reserve([self.keys, self.values], len(self.keys), min(tokens, self.window + self.sinks))
 
     def append(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, rows: Rows, window: int | None, sinks: int | None, packed: bool
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        self, k_BGTD: Tensor, v_BGTD: Tensor, rows: Rows, visible: Visible, packed: bool
+    ) -> tuple[Tensor, Tensor, Visible]:
         """Add the tokens of a pass.
 
         Args:
-            window, sinks: see `softmax_attention`; beyond them nothing is kept.
+            visible: the window and the sinks; beyond them nothing is kept.
             packed: keep 8 bits; the first tokens of a cache decide.
 
         Returns:
-            Keys and values that the new queries may see, and where they stand as `softmax_attention` takes it: of one
-            token a row, and of even rows that all places hold, these are the layer's own memory; else copies of what
-            rows held, followed by the new tokens.
+            Keys and values that the new queries may see, and which these see: of one token a row, and of even rows that
+            all places hold, these are the layer's own memory; else copies of what rows held, followed by the new
+            tokens.
         """
-        bounds = UNBOUNDED if window is None else window, sinks or 0
+        bounds = visible.sliding_window or UNBOUNDED, visible.sinks
         if self.keys is None:
             self.window, self.sinks = bounds
         elif bounds != (self.window, self.sinks) and not self.is_allocated:
@@ -198,14 +199,14 @@ class ExactCacheLayer(AttentionCacheLayer):
             place_B, length_B = rows.shared[key]
             self._store(new, row_B, place_B)
             keys, values = (x[row_B if adjacent is None else adjacent, :, : min(end, self.places)] for x in memory)
-            return keys, values, {"length": length_B}
+            return keys, values, visible._replace(length=length_B)
 
         new = [pack(x) if packed and not is_packed(x) else x.to(self.keys.dtype) for x in new]
         if even and end <= self.places:
             for x, new_BGTD in zip(memory, new, strict=True):
                 x[adjacent, :, rows.past : end] = new_BGTD
             keys, values = (x[adjacent, :, :end] for x in memory)
-            return keys, values, {}
+            return keys, values, visible
 
         if key not in rows.shared:
             rows.shared[key] = *self._held_by(rows), self._targets(past_B, row_B, rows.cu_seqlens, len(k_BGTD) * tokens)
@@ -216,20 +217,20 @@ class ExactCacheLayer(AttentionCacheLayer):
                 both = [(x[row][:, :, place_P], new_BGTD[:, :, part]) for row, place_P, part in parts]
                 found[i] = torch.cat([*chain(*both)], dim=2)
             x[row_N, :, place_N] = new_BGTD.transpose(1, 2).flatten(0, 1)
-        return found[0], found[1], borders
+        return found[0], found[1], visible._replace(**borders)
 
     def _held_by(self, rows: Rows) -> tuple[list[tuple[slice, Tensor, slice]], dict[str, Any]]:
         """Of rows: their places, oldest first, and the part of the new tokens that follows them; and all borders."""
         bounds = self.window, self.sinks, self.keys.device
-        if rows.held is None or rows.borders is None:
+        if rows.host is None:
             return [(rows.adjacent or slice(None), held_places(rows.past, *bounds), slice(None))][: rows.past], {}
         if rows.fresh:
-            return [], {"cu_seqlens": rows.borders}
-        parts = []
-        for (row, past), begin, end in zip(rows.held, rows.borders, rows.borders[1:], strict=False):
+            return [], {"cu_seqlens": rows.host[0]}
+        parts, (borders, held) = [], rows.host
+        for (row, past), begin, end in zip(held, borders, borders[1:], strict=False):
             parts.append((slice(row, row + 1), held_places(past, *bounds), slice(begin, end)))
         counts = [len(place_P) + part.stop - part.start for _, place_P, part in parts]
-        return parts, {"cu_seqlens": rows.borders, "key_borders": [0, *accumulate(counts)]}
+        return parts, {"cu_seqlens": borders, "key_borders": [0, *accumulate(counts)]}
 
     def _targets(self, past_B: Tensor, row_B: Tensor, borders: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         """[N] each: the row and the place of each new token; the last place, if a later one takes its own."""

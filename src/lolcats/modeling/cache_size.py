@@ -18,7 +18,7 @@ from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import FACTOR_BYTES
-from lolcats.ops.hybrid_attention.api import initial_state
+from lolcats.ops.hybrid_attention.state import initial_state
 
 REPORTED_TOKENS = 8192
 Heads = Mapping[int, Sequence[int]]  # by layer

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lolcats.modeling.softmax import Visible
+from lolcats.ops import Scoring
 
 # Keyword under which it travels from the caller through transformers' modules to the attention function.
 ATTENTION_CALL = "attention_call"
@@ -20,11 +23,14 @@ class Packing:
 
     Attributes:
         token_N: int64, their places among the batch's B * T.
+        packs_layers: it is applied to the decoder's inputs, so that layers get one row; else to queries, keys and
+            values, because layers without attention know no sequences in a row.
     """
 
     batch: int
     tokens: int
     token_N: Tensor
+    packs_layers: bool = True
 
     def pack(self, x: Tensor, dim: int = 0) -> Tensor:
         """[..., B, T, ...], B at `dim`, to [..., 1, N, ...]."""
@@ -50,10 +56,9 @@ class Rows:
         row_B: int64, the cache's row of each sequence; None: all, in their order.
         adjacent: these rows as a slice, if nothing is packed; None: they are not adjacent.
         fresh: no row has held a token.
-        step: one token a row; states are written while layers run.
         cu_seqlens: int32 [sequences + 1], borders in a row of N tokens, from 0; padding may follow.
-        borders, held: on the host `cu_seqlens`, and (row, tokens) of each sequence before the pass; None: it does not
-            know them, and there is one sequence, which is fresh.
+        host: on the host `cu_seqlens`, and (row, tokens) of each sequence before the pass; None: it does not know them,
+            and there is one sequence, which is fresh.
         shared: what layers computed from these numbers, for others like them.
     """
 
@@ -63,18 +68,21 @@ class Rows:
     row_B: Tensor | None = None
     adjacent: slice | None = field(default_factory=lambda: slice(None))
     fresh: bool = False
-    step: bool = False
     cu_seqlens: Tensor | None = None
-    borders: list[int] | None = None
-    held: list[tuple[int, int]] | None = None
-    shared: dict[Hashable, Any] = field(default_factory=dict)
+    host: tuple[list[int], list[tuple[int, int]]] | None = None
+    shared: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     @classmethod
     def packed(cls, held: list[tuple[int, int]], count: list[int], past: int, end: int, device: torch.device) -> Rows:
         """Of sequences that get `count` tokens more."""
         borders, (row_B, past_B) = [0, *accumulate(count)], torch.tensor(held, device=device).T
         fresh, cu_seqlens = not any(past for _, past in held), torch.tensor(borders, dtype=torch.int32, device=device)
-        return cls(past, end, past_B, row_B, None, fresh, cu_seqlens=cu_seqlens, borders=borders, held=held)
+        return cls(past, end, past_B, row_B, None, fresh, cu_seqlens, (borders, held))
+
+    @property
+    def step(self) -> bool:
+        """Whether there is one token a row; states are written while layers run."""
+        return self.cu_seqlens is None and self.end - self.past == 1
 
     def on(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`past_B` and `row_B` of `batch` rows, on a device."""
@@ -85,6 +93,22 @@ class Rows:
         return self.shared[device]
 
 
+class Observed(NamedTuple):
+    """An attention layer of a softmax pass, with its `HybridAttention`, None without linear heads.
+
+    q and y_softmax are [B, H, T, D], k and v [B, G, T, D]; B is 1 with `visible.cu_seqlens`, a tensor.
+    """
+
+    module: Any
+    layer_idx: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    y_softmax: Tensor
+    scoring: Scoring
+    visible: Visible
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """The keyword argument `attention_call` of a linearized model or its decoder, for one forward pass.
@@ -93,29 +117,23 @@ class AttentionCall:
 
     Attributes:
         mode: "hybrid", what the layers were made for, or "softmax", the attention of the base model.
-        observe: called by every attention layer of a softmax pass over whole sequences (use_cache=False), with keyword
-            arguments module (its `HybridAttention`, None without linear heads), layer_idx, q [B, H, T, D], k and v
-            [B, G, T, D], y_softmax [B, H, T, D], and call: scale, softcap, sink_logits, sliding_window and
-            cu_seqlens of the layer, as `softmax_attention` takes them; with cu_seqlens B is 1.
+        observe: called with every attention layer of a softmax pass over whole sequences (use_cache=False).
         gates: by layer, [G] shares of softmax attention in the output of each KV head, the rest being its hybrid
             attention; in a hybrid pass over whole sequences, for layers without exact heads.
         backend: of hybrid attention, see `lolcats.ops.hybrid_attention`.
         rows: the pass's sequences; None: its rows, which have no padding. This and what follows is filled in on the
             way to the attention function.
         packing: makes the batch of the caller one row without padding; None: `rows` are not packed, or were already.
-        packs_layers: it is applied to the decoder's inputs, so that layers get one row; else to queries, keys and
-            values, because layers without attention know no sequences in a row.
         layer: the cache layer that attention adds the tokens to; None: there is no cache.
         operator: computes the attention of a compiled layer.
     """
 
     mode: str = "hybrid"
-    observe: Callable[..., None] | None = None
+    observe: Callable[[Observed], None] | None = None
     gates: Mapping[int, Tensor] | None = None
     backend: str = "auto"
     rows: Rows | None = None
     packing: Packing | None = None
-    packs_layers: bool = True
     layer: Any = None
     operator: Callable[..., Tensor] | None = None
 

@@ -126,7 +126,7 @@ class CapturedSteps:
 
     def _step(self) -> Any:
         """One token of each row, without a look at values or lengths."""
-        rows = Rows(self.end - 1, self.end, self.past_B.clone(), step=True)
+        rows = Rows(self.end - 1, self.end, self.past_B.clone())
         given = {"input_ids": self.token_B1, "position_ids": self.position, ATTENTION_CALL: AttentionCall(rows=rows)}
         output = self.model(**self.others | given)
         self.past_B += 1

@@ -13,7 +13,7 @@ from transformers import initialization as init
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.heads import HeadSplit
-from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
+from lolcats.ops import HybridParams, HybridState, Scoring, hybrid_attention, output_mse, weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.ops.hybrid_attention.kernels.support import supports
 
@@ -99,12 +99,10 @@ class HybridAttention(nn.Module):
             parameter.requires_grad_(self.get_parameter(name).requires_grad)
         return fewer.train(self.training)
 
-    def params(
-        self, sink_logits: Tensor | None = None, scale: float | None = None, softcap: float | None = None
-    ) -> HybridParams:
+    def params(self, scoring: Scoring = Scoring()) -> HybridParams:
         """As the operator takes them. The layer's own must be in memory, see the class."""
         maps = self.q_weight, self.k_weight, self.q_bias, self.k_bias
-        return HybridParams(self.window_factor, *maps, sink_logits, scale, softcap)
+        return HybridParams(self.window_factor, *maps, *scoring)
 
     def has_step_kernel(self, dtype: torch.dtype) -> bool:
         """Whether the kernel for single tokens takes tensors of this type on the parameters' device."""
@@ -118,42 +116,49 @@ class HybridAttention(nn.Module):
         q_BHTD: Tensor,
         k_BGTD: Tensor,
         v_BGTD: Tensor,
-        *,
-        sink_logits: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
+        scoring: Scoring = Scoring(),
         **arguments: Any,
     ) -> tuple[Tensor, HybridState | None]:
         """Hybrid attention of the linear heads; other arguments, and results, as `lolcats.ops.hybrid_attention`."""
         values = v_BGTD.shape[-1]
-        params = self.params(sink_logits, scale, softcap)
-        y_BHTD, state = hybrid_attention(q_BHTD, k_BGTD, self._as_wide(v_BGTD), self.config, params, **arguments)
+        wide, params = self._as_wide(v_BGTD), self.params(scoring)
+        y_BHTD, state = hybrid_attention(q_BHTD, k_BGTD, wide, self.config, params, **arguments)
         return (y_BHTD if values == self.head_dim else y_BHTD[..., :values]), state
 
-    def output_mse(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, target_BHTD: Tensor, **call: Any) -> Tensor:
+    def output_mse(
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        target_BHTD: Tensor,
+        scoring: Scoring = Scoring(),
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """Mean squared error of the linear heads against `target_BHTD`, see `lolcats.ops.output_mse`.
 
-        All tensors have all of the layer's heads; `call` is as an observer gets it, without the native window.
+        All tensors have all of the layer's heads.
         """
         wide = self._as_wide(v_BGTD), self._as_wide(target_BHTD)
         q, k, v, target = (self.heads.take_linear(x) for x in (q_BHTD, k_BGTD, *wide))
-        mse = output_mse(q, k, v, target, self.config, self._take_params(call), **call)
+        mse = output_mse(q, k, v, target, self.config, self._linear_params(scoring), cu_seqlens=cu_seqlens)
         return mse if v_BGTD is wide[0] else mse * (self.head_dim / v_BGTD.shape[-1])
 
-    def weights_cross_entropy(self, q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
+    def weights_cross_entropy(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, scoring: Scoring = Scoring(), **window: Any
+    ) -> Tensor:
         """Cross-entropy between softmax's and the linear heads' weights, see `lolcats.ops.weights_cross_entropy`.
 
-        Queries and keys have all of the layer's heads; `call` is as an observer gets it.
+        Queries, keys and sink logits are of all of the layer's heads.
         """
         q, k = self.heads.take_linear(q_BHTD), self.heads.take_linear(k_BGTD)
-        return weights_cross_entropy(q, k, self.config, self._take_params(call), **call)
+        return weights_cross_entropy(q, k, self.config, self._linear_params(scoring), **window)
 
     def _as_wide(self, x_BGTX: Tensor) -> Tensor:
         """Values, or outputs, narrower than keys (MiMo): the operator takes them with zeros up to head_dim."""
         missing = self.head_dim - x_BGTX.shape[-1]
         return x_BGTX if missing == 0 else pad(x_BGTX, (0, missing))
 
-    def _take_params(self, call: dict[str, Any]) -> HybridParams:
-        """`params` from the scoring in `call`, which is taken out; its sink logits are of all of the layer's heads."""
-        sinks, scale, softcap = (call.pop(name, None) for name in ("sink_logits", "scale", "softcap"))
-        return self.params(None if sinks is None else self.heads.take_linear(sinks, 0), scale, softcap)
+    def _linear_params(self, scoring: Scoring) -> HybridParams:
+        """`params`, where the sink logits are of all of the layer's heads."""
+        sinks = scoring.sink_logits
+        return self.params(scoring._replace(sink_logits=None if sinks is None else self.heads.take_linear(sinks, 0)))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,70 +20,72 @@ from torch.nn.functional import scaled_dot_product_attention
 from lolcats.ops.eight_bits import is_packed, unpack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
+from lolcats.ops.hybrid_attention.params import Scoring
 from lolcats.ops.hybrid_attention.state import needs_gradient
 
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
 QUERY_BLOCK = 1024
 
 
+class Visible(NamedTuple):
+    """Which of the keys up to its own a query sees: by default all.
+
+    Attributes:
+        sliding_window: its own and the `sliding_window - 1` before it.
+        sinks: with a window, the first `sinks` of its sequence, too. Between them and those that the first query's
+            window reaches keys may be missing.
+        cu_seqlens: the borders, from 0, of sequences that are one row of queries; each sees only keys of its own. A
+            list or a tensor.
+        key_borders: of their keys; None: K = T.
+        length: [B] int, at least 1, for one query: the first `length` keys of its row, in whatever order they come;
+            nothing else counts then.
+    """
+
+    sliding_window: int | None = None
+    sinks: int = 0
+    cu_seqlens: Any = None
+    key_borders: Sequence[int] | None = None
+    length: Tensor | None = None
+
+
 def softmax_attention(
     q_BHTD: Tensor,
     k_BGKD: Tensor,
     v_BGKD: Tensor,
+    scoring: Scoring = Scoring(),
+    visible: Visible = Visible(),
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    sliding_window: int | None = None,
-    sinks: int | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    key_borders: Sequence[int] | None = None,
-    length: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal softmax attention; linear memory in T unless dropout, softcap or sinks need the weights.
+    """Causal softmax attention; linear memory in T unless dropout, softcap or sink logits need the weights.
 
     Keys and values may be packed into 8 bits (`eight_bits`).
 
     Args:
-        scale: factor of the scores; 1 / sqrt(D) by default.
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        sink_logits: [H], an extra score without a value in every row (GPT-OSS).
-        sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
-        sinks: it also sees the first `sinks` tokens of its sequence. Between them and those that the first query's
-            window reaches keys may be missing.
-        cu_seqlens: the borders, from 0, of sequences that are one row of queries; each sees only keys of its own.
-        key_borders: of their keys; None: K = T.
-        length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
-            come; `sliding_window` and `cu_seqlens` do not count then.
         dropout: probability of dropping an attention weight.
 
     Returns:
         [B, H, T, D].
     """
-    tokens, keys = q_BHTD.shape[2], k_BGKD.shape[2]
-    groups = q_BHTD.shape[1] // k_BGKD.shape[1]
-    scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-    if sliding_window is not None and sliding_window + (sinks or 0) >= keys:
-        sliding_window = sinks = None
+    tokens, keys, groups = q_BHTD.shape[2], k_BGKD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1]
+    sliding_window, sinks, cu_seqlens, key_borders, length = visible
+    if sliding_window is None or sliding_window + sinks >= keys:
+        sliding_window, sinks = None, 0
     if cu_seqlens is not None:
-        given: dict[str, Any] = {"sliding_window": sliding_window, "sinks": sinks, "dropout": dropout}
-        given |= {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
         borders = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
         of_keys = borders if key_borders is None else key_borders
         y = []
         for (begin, end), (first, last) in zip(pairwise(borders), pairwise(of_keys), strict=True):
             if begin < end:
                 part = q_BHTD[:, :, begin:end], k_BGKD[:, :, first:last], v_BGKD[:, :, first:last]
-                y.append(softmax_attention(*part, **given))
+                y.append(softmax_attention(*part, scoring, Visible(sliding_window, sinks), dropout=dropout))
         return torch.cat(y, dim=2) if y else q_BHTD[..., : v_BGKD.shape[3]]
-    sink_H1 = None if sink_logits is None else sink_logits[:, None]
     takes = partial(supports_softmax_step, q_BHTD, k_BGKD, v_BGKD)
     forward_only = dropout == 0.0 and not needs_gradient(q_BHTD, k_BGKD, v_BGKD)
     if length is not None and forward_only and has_kernel("auto", q_BHTD, takes):
         from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step  # imports Triton
 
-        return softmax_step(q_BHTD, k_BGKD, v_BGKD, length, sink_logits, scale, softcap)
+        return softmax_step(q_BHTD, k_BGKD, v_BGKD, length, scoring)
     if is_packed(k_BGKD):
         k_BGKD, v_BGKD = unpack(k_BGKD, q_BHTD.dtype), unpack(v_BGKD, q_BHTD.dtype)
     if tokens == 1:
@@ -91,14 +93,12 @@ def softmax_attention(
         if length is not None:
             visible_BK = torch.arange(keys, device=length.device) < length[:, None]
         elif sliding_window is not None:
-            k_BGKD, v_BGKD = (_ends(x, sinks or 0, keys - sliding_window, keys) for x in (k_BGKD, v_BGKD))
+            k_BGKD, v_BGKD = (_ends(x, sinks, keys - sliding_window, keys) for x in (k_BGKD, v_BGKD))
         # The heads of a group are queries of one key/value head, which is read once.
         q_BGRD = q_BHTD.squeeze(2).unflatten(1, (-1, groups))
-        sink_GR = None if sink_H1 is None else sink_H1.view(-1, groups)
-        visible = None if visible_BK is None else visible_BK[:, None, None]
-        y_BGRD = _attend(q_BGRD, k_BGKD, v_BGKD, visible, scale, softcap, sink_GR, dropout)
-        return y_BGRD.flatten(1, 2)[:, :, None]
-    needs_scores = softcap is not None or sink_logits is not None
+        mask = None if visible_BK is None else visible_BK[:, None, None]
+        return _attend(q_BGRD, k_BGKD, v_BGKD, mask, scoring, dropout).flatten(1, 2)[:, :, None]
+    scale, needs_scores = scoring.scale_of(q_BHTD), scoring.needs_scores
     if not needs_scores and sliding_window is None and tokens == keys:
         return scaled_dot_product_attention(
             q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, is_causal=True
@@ -106,7 +106,7 @@ def softmax_attention(
 
     if not needs_scores and forward_only and takes_window(q_BHTD, k_BGKD, v_BGKD):
         window_size = keys + 1 if sliding_window is None else sliding_window  # FlashAttention takes that for none
-        return window_attention(q_BHTD, k_BGKD, v_BGKD, window_size, sinks or 0, scale=scale)
+        return window_attention(q_BHTD, k_BGKD, v_BGKD, window_size, sinks, scale=scale)
 
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
     if groups > 1:  # with a mask, SDPA's fast kernels need the heads repeated
@@ -117,14 +117,14 @@ def softmax_attention(
         last, first = keys - tokens + end, 0
         if sliding_window is not None:
             first = max(keys - tokens + begin - sliding_window + 1, 0)
-        ends = min(sinks or 0, first), first, last
+        ends = min(sinks, first), first, last
         column_K = torch.arange(last, device=k_BGKD.device)
         key_1K, query_T1 = _ends(column_K, *ends, dim=0)[None], column_K[keys - tokens + begin :, None]
-        visible = key_1K <= query_T1
+        mask = key_1K <= query_T1
         if sliding_window is not None:
-            visible = visible & ((key_1K > query_T1 - sliding_window) | (key_1K < (sinks or 0)))
+            mask = mask & ((key_1K > query_T1 - sliding_window) | (key_1K < sinks))
         block = q_BHTD[:, :, begin:end], _ends(k_BHKD, *ends), _ends(v_BHKD, *ends)
-        outputs.append(_attend(*block, visible, scale, softcap, sink_H1, dropout))
+        outputs.append(_attend(*block, mask, scoring, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
@@ -135,29 +135,23 @@ def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:
 
 
 def _attend(
-    q_BHTD: Tensor,
-    k_BHKD: Tensor,
-    v_BHKD: Tensor,
-    visible: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sink_HT: Tensor | None,
-    dropout: float,
+    q_BHTD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, mask: Tensor | None, scoring: Scoring, dropout: float
 ) -> Tensor:
-    """Softmax attention over the visible keys (bool, broadcast to [B, H, T, K]); sinks broadcast to [H, T].
+    """Softmax attention over the keys of a mask (bool, broadcast to [B, H, T, K]); or of queries [B, G, R, D].
 
     Where SDPA cannot do it, the scores are materialised; their softmax is float32 or wider.
     """
-    if softcap is None and sink_HT is None:
-        return scaled_dot_product_attention(q_BHTD, k_BHKD, v_BHKD, attn_mask=visible, dropout_p=dropout, scale=scale)
+    scale, softcap, sinks = scoring.scale_of(q_BHTD), scoring.softcap, scoring.sink_logits
+    if not scoring.needs_scores:
+        return scaled_dot_product_attention(q_BHTD, k_BHKD, v_BHKD, attn_mask=mask, dropout_p=dropout, scale=scale)
     score = q_BHTD @ k_BHKD.transpose(-1, -2) * scale
     score = score.to(torch.promote_types(score.dtype, torch.float32))
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
-    if visible is not None:
-        score = score.masked_fill(~visible, -torch.inf)
-    if sink_HT is not None:
-        sink = sink_HT.to(score.dtype)[..., None].expand(*score.shape[:-1], 1)
+    if mask is not None:
+        score = score.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(score.dtype).view(score.shape[1], -1, 1).expand(*score.shape[:-1], 1)
         weight = torch.cat([score, sink], dim=-1).softmax(-1)[..., :-1]
     else:
         weight = score.softmax(-1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
-from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.call import SOFTMAX, AttentionCall, Observed
 from lolcats.modeling.decoder import HIDDEN, decoder_layers, run_layers
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
@@ -157,38 +157,28 @@ class TransferStage:
         """One pass over a batch: the layers' losses [L], with gradients if a scale is given; `_hidden_states`."""
         losses: dict[int, Tensor] = {}
 
-        def observe(
-            module: nn.Module | None,
-            layer_idx: int,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            y_softmax: Tensor,
-            call: dict[str, Any],
-        ) -> None:
-            if module is None:
+        def observe(seen: Observed) -> None:
+            if seen.module is None:
                 return
             with torch.set_grad_enabled(gradient_scale is not None):
-                loss = layer_loss(self.config, module, q.detach(), k.detach(), v.detach(), y_softmax.detach(), call)
+                loss = layer_loss(self.config, seen)
                 if gradient_scale is not None:
-                    (loss * (gradient_scale / self.layers_in_block[self.block_of_layer[layer_idx]])).backward()
-            losses[layer_idx] = loss.detach()
+                    block = self.block_of_layer[seen.layer_idx]
+                    (loss * (gradient_scale / self.layers_in_block[block])).backward()
+            losses[seen.layer_idx] = loss.detach()
 
         with torch.no_grad():
             hidden_BTD = self._hidden_states(inputs, AttentionCall(mode="softmax", observe=observe))
         return torch.stack([losses[index] for index in self.layers]), hidden_BTD
 
 
-def layer_loss(
-    config: TransferSection, module: Any, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: dict[str, Any]
-) -> Tensor:
+def layer_loss(config: TransferSection, seen: Observed) -> Tensor:
     """Distance between a layer's linear and its softmax attention: a float32 scalar; padding does not count."""
-    call = dict(call)
-    sliding_window = call.pop("sliding_window", None)
+    module, _, q, k, v, y_softmax, scoring, (window, _, cu_seqlens, *_) = seen
     loss = q.new_zeros((), dtype=torch.float32)
     if config.mse_factor:
-        loss = loss + config.mse_factor * module.output_mse(q, k, v, y_softmax, **call)
+        loss = loss + config.mse_factor * module.output_mse(q, k, v, y_softmax, scoring, cu_seqlens)
     if config.xent_factor:
-        xent = module.weights_cross_entropy(q, k, **call, sliding_window=sliding_window)
+        xent = module.weights_cross_entropy(q, k, scoring, sliding_window=window, cu_seqlens=cu_seqlens)
         loss = loss + config.xent_factor * xent
     return loss

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
-from lolcats.ops import hybrid_attention
+from lolcats.ops import Scoring, hybrid_attention
 from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, Tokens, paged_attention
 from lolcats.vllm_plugin.backend import steps_in_pages
 from lolcats.vllm_plugin.exact import ExactHeads
@@ -181,10 +181,13 @@ class PagedHybridAttention(nn.Module):
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         if self.ring is not None:
-            settings: dict[str, Any] = {"scale": self.impl.scale, "softcap": self.impl.logits_soft_cap or None}
+            sinks = None
             if self.has_sink:
-                settings["sink_logits"] = self.impl.sinks.unflatten(0, (k.shape[1], -1))[self.exact_heads].flatten()
-            ring_attention(self.ring, Tokens(q, k, v, y, self.exact_heads), rings, batch, **settings)
+                sinks = self.impl.sinks.unflatten(0, (k.shape[1], -1))[self.exact_heads].flatten()
+            ring_attention(self.ring, Tokens(q, k, v, y, self.exact_heads), rings, batch, self._scoring(sinks))
+
+    def _scoring(self, sink_logits: Tensor | None) -> Scoring:
+        return Scoring(sink_logits, self.impl.scale, self.impl.logits_soft_cap or None)
 
     def _find_pages(self) -> tuple[StatePages, Tensor]:
         """States, and the memory of rings: neighbours in a group of vLLM's, whose pages are equally far apart."""
@@ -214,7 +217,7 @@ class PagedHybridAttention(nn.Module):
         """For `paged_attention`. Made at the first call, when weights are loaded: they do not change any more."""
         if self.kernels is None:
             sinks = self.linear_attention.heads.take_linear(self.impl.sinks, 0) if self.has_sink else None
-            params = self.linear_attention.params(sinks, self.impl.scale, self.impl.logits_soft_cap or None)
+            params = self.linear_attention.params(self._scoring(sinks))
             own: Any = {"config": self.linear_attention.config, "params": params}
             self.kernels = {"attend": partial(hybrid_attention, **own)}
             if self.steps_in_pages:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lolcats.modeling.cache import held_places, place_of
-from lolcats.modeling.softmax import softmax_attention
+from lolcats.modeling.softmax import Visible, softmax_attention
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
 from lolcats.ops.hybrid_attention.pages import PagedBatch, Tokens
+from lolcats.ops.hybrid_attention.params import Scoring
 
 NO_PAGE = 0  # vLLM's block that no sequence has: what is written there is never read
 # Single tokens read their rings into memory of this size, as many sequences at once as fit.
@@ -83,20 +83,16 @@ def ring_attention(
     tokens: Tokens,
     memory_NPC: Tensor,
     batch: PagedBatch,
-    *,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None = None,
+    scoring: Scoring,
 ) -> None:
     """Softmax attention of tokens of several sequences: each sees the last `window` tokens and the first `sinks`.
 
     Args:
         tokens, batch: as in `paged_attention`, with `heads_G`, the heads that the rings belong to.
         memory_NPC: see `RingPages`; the pages of the batch are written.
-        sink_logits: of the query heads of `heads_G`.
+        scoring: its sink logits are of the query heads of `heads_G`.
     """
     rings = RingPages(ring, memory_NPC, batch.page_B)
-    settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
     q, k, v = (tokens.select(x) for x in tokens[:3])
     if ring.dtype == torch.int8:
         k, v = pack(k), pack(v)
@@ -114,18 +110,18 @@ def ring_attention(
         if not has_kernel("auto", q_BH1D, partial(supports_softmax_step, q_BH1D, keys, values)):
             unused_BS = torch.arange(used, device=q.device) >= length_B[:, None]  # NaN, if they were another layer's
             keys, values = (x.masked_fill(unused_BS[:, None, :, None], 0) for x in (keys, values))
-        y_BH1D = softmax_attention(q_BH1D, keys, values, length=length_B, **settings)
+        y_BH1D = softmax_attention(q_BH1D, keys, values, scoring, Visible(length=length_B))
         tokens.part(rows).put(y_BH1D.squeeze(2))
 
     for row in range(batch.singles, len(batch.seen)):
         own, rows, seen = slice(*batch.begin[row : row + 2]), slice(row, row + 1), batch.seen[row]
         position = torch.arange(seen, seen + own.stop - own.start, device=q.device)
         keys, values = (x.transpose(0, 1)[None] for x in (k[own], v[own]))
-        reach: dict[str, Any] = {"sliding_window": ring.window, "sinks": ring.sinks}
         if seen:
             slots, old = held_places(seen, ring.window, ring.sinks, q.device), rings.read(rows, min(seen, ring.slots))
             keys, values = (torch.cat([x[:, :, slots], new], 2) for x, new in zip(old, (keys, values), strict=True))
-        y_1HTD = softmax_attention(q[own].transpose(0, 1)[None], keys, values, **reach, **settings)
+        q_1HTD, visible = q[own].transpose(0, 1)[None], Visible(ring.window, ring.sinks)
+        y_1HTD = softmax_attention(q_1HTD, keys, values, scoring, visible)
         tokens.part(own).put(y_1HTD[0].transpose(0, 1))
         slot, new = place_of(position, ring.window, ring.sinks), new_NG2C[own]
         late = max(len(slot) - ring.window, 0)

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.eight_bits import FACTOR_BYTES, pack
+from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
-from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.reference import reference
-from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, keeps_eight_bits
+from lolcats.ops.hybrid_attention.state import HybridState, initial_state, keeps_eight_bits, needs_gradient
 from lolcats.ops.hybrid_attention.step import step
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
@@ -94,16 +93,19 @@ def hybrid_attention(
 
             return triton_step(*inputs, state=state)
 
-        before, fresh = state, state is None
-        if state is None and (return_state or not kernels):
-            before = initial_state(config, params, k_BGTD, cu_seqlens, packed=keeps_packed)
         if kernels:
-            from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
+            from lolcats.ops.hybrid_attention.kernels.op import triton_attention, triton_with_state  # imports Triton
 
-            y, after = triton_attention(*inputs, state=before, fresh=fresh, cu_seqlens=cu_seqlens, shared=shared)
+            after, tables = None, {"cu_seqlens": cu_seqlens, "shared": shared}
+            if state is not None or return_state:
+                y, after = triton_with_state(*inputs, state=state, **tables)
+            if after is None or needs_gradient(*inputs[:3], *params.tensors):
+                y = triton_attention(*inputs, **tables)
             return y, (after if return_state else None)
-        assert before is not None
-        attend: Callable[..., tuple[Tensor, HybridState]] = partial(chunked, fresh=fresh, need_state=return_state)
+        attend: Callable[..., tuple[Tensor, HybridState]]
+        attend, before = partial(chunked, fresh=state is None, need_state=return_state), state
+        if before is None:
+            before = initial_state(config, params, k_BGTD, cu_seqlens, packed=keeps_packed)
         if backend == "reference":
             attend = reference
         if cu_seqlens is None:
@@ -119,33 +121,6 @@ def hybrid_attention(
         outputs.append(torch.zeros_like(q_BHTD[:, :, borders[-1] :]))
         after = HybridState(*map(torch.cat, zip(*states, strict=True)))
         return torch.cat(outputs, dim=2), (after if return_state else None)
-
-
-def initial_state(
-    config: AttentionConfig,
-    params: HybridParams,
-    k_BGTD: Tensor,
-    cu_seqlens: Tensor | None = None,
-    *,
-    packed: bool = False,
-) -> HybridState:
-    """The state before the first token of the sequences whose keys look like `k_BGTD`; its windows may be packed."""
-    batch, kv_heads, _, head_dim = k_BGTD.shape
-    width, kind = (head_dim + FACTOR_BYTES, torch.int8) if packed else (head_dim, k_BGTD.dtype)
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    state_heads, features, sums = kv_heads, 0, accumulation_dtype(k_BGTD.dtype)
-    if config.feature_map is not None and params.k_weight is not None:
-        state_heads = params.k_weight.shape[0]
-        features = params.k_weight.shape[2] * FEATURE_MAPS[config.feature_map].multiple
-    return HybridState(
-        S=k_BGTD.new_zeros(sequences, state_heads, features, head_dim, dtype=sums),
-        z=k_BGTD.new_zeros(sequences, state_heads, features, dtype=sums),
-        k=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width, dtype=kind),
-        v=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width, dtype=kind),
-        sink_k=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
-        sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
-        position=k_BGTD.new_zeros(sequences, dtype=torch.int64),
-    )
 
 
 def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) -> bool:

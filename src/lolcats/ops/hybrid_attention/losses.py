@@ -62,9 +62,7 @@ def output_mse(
         from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            total, _ = triton_attention(
-                *inputs[:3], config, params, state=None, fresh=True, cu_seqlens=cu_seqlens, target_BHTD=target_BHTD
-            )
+            total = triton_attention(*inputs[:3], config, params, cu_seqlens=cu_seqlens, target_BHTD=target_BHTD)
         return total / count
     y_BHTD, _ = hybrid_attention(*inputs[:3], config, params, cu_seqlens=cu_seqlens, backend=backend)
     dtype = torch.promote_types(y_BHTD.dtype, torch.float32)

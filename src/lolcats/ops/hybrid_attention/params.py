@@ -15,8 +15,31 @@ from torch import Tensor
 DENOMINATOR_FLOOR = 1e-12
 
 
+class Scoring(NamedTuple):
+    """How a layer of the base model makes the scores of softmax attention.
+
+    Attributes:
+        sink_logits: [H] or None; an extra score without a value in every row (GPT-OSS).
+        scale: factor of the scores; None: 1 / sqrt(D).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2); None: there is none.
+    """
+
+    sink_logits: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether they are more than scaled products: fused attention takes no others."""
+        return self.softcap is not None or self.sink_logits is not None
+
+    def scale_of(self, q: Tensor) -> float:
+        """The factor of the scores of these queries."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
 class HybridParams(NamedTuple):
-    """The learnable tensors of one layer, and how the base model makes scores.
+    """The learnable tensors of one layer, and its `Scoring`.
 
     Attributes:
         window_factor: [H]; gamma, the factor of the window's terms, is its sigmoid.
@@ -24,9 +47,6 @@ class HybridParams(NamedTuple):
         k_weight: [S, D, P] projection of the key feature map. S = G shares one state among the R query
             heads of a group; S = H keeps one state per query head.
         q_bias, k_bias: [H, P], [S, P] or None.
-        sink_logits: [H] or None; an extra score without a value in every softmax part (GPT-OSS).
-        scale: factor of the scores of the softmax part; None: 1 / sqrt(D).
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2); None: there is none.
     """
 
     window_factor: Tensor
@@ -48,5 +68,4 @@ class HybridParams(NamedTuple):
         return self.window_factor.sigmoid()
 
     def scale_of(self, q: Tensor) -> float:
-        """The factor of the scores of these queries."""
-        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return Scoring(scale=self.scale).scale_of(q)

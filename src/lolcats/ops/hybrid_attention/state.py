@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.eight_bits import is_packed
+from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
+from lolcats.ops.hybrid_attention.params import HybridParams
 
 
 class HybridState(NamedTuple):
@@ -49,6 +51,33 @@ class HybridState(NamedTuple):
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type in which products are formed and summed: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def initial_state(
+    config: AttentionConfig,
+    params: HybridParams,
+    k_BGTD: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    packed: bool = False,
+) -> HybridState:
+    """The state before the first token of the sequences whose keys look like `k_BGTD`; its windows may be packed."""
+    batch, kv_heads, _, head_dim = k_BGTD.shape
+    width, kind = (head_dim + FACTOR_BYTES, torch.int8) if packed else (head_dim, k_BGTD.dtype)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    state_heads, features, sums = kv_heads, 0, accumulation_dtype(k_BGTD.dtype)
+    if config.feature_map is not None and params.k_weight is not None:
+        state_heads = params.k_weight.shape[0]
+        features = params.k_weight.shape[2] * FEATURE_MAPS[config.feature_map].multiple
+    return HybridState(
+        S=k_BGTD.new_zeros(sequences, state_heads, features, head_dim, dtype=sums),
+        z=k_BGTD.new_zeros(sequences, state_heads, features, dtype=sums),
+        k=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width, dtype=kind),
+        v=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width, dtype=kind),
+        sink_k=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
+        sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
+        position=k_BGTD.new_zeros(sequences, dtype=torch.int64),
+    )
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ from lolcats.ops.hybrid_attention.kernels.prefill import prefill
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.pages import Sequences, Tokens
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState, keeps_eight_bits, needs_gradient, once
+from lolcats.ops.hybrid_attention.state import HybridState, initial_state, keeps_eight_bits, needs_gradient, once
 
 # Of the tensors of `Operands`: q, k, v and the sinks; the feature maps'.
 _INPUTS = (0, 1, 2, 9, 10)
@@ -39,29 +39,17 @@ def triton_attention(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    state: HybridState | None,
-    fresh: bool,
     cu_seqlens: Tensor | None = None,
     shared: dict[Hashable, Any] | None = None,
     target_BHTD: Tensor | None = None,
-) -> tuple[Tensor, HybridState | None]:
-    """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
+) -> Tensor:
+    """`hybrid_attention` of whole sequences, for the calls that `support.supports` accepts; as `chunked` computes it.
 
-    `fresh`: the sequences start here; `state` is then the initial one, or None, and none is returned.
-
-    With a target of fresh sequences, the sum over their tokens of the output's squared errors, float32, in the place of
-    the output; it has gradients of `params` alone.
+    With a target, the sum over their tokens of the output's squared errors, float32, in the place of the output; it has
+    gradients of `params` alone.
     """
-    tokens, packed = q_BHTD.shape[2], keeps_eight_bits(config, state, q_BHTD, k_BGTD, v_BGTD)
-    if fresh:
-        config = config.within(tokens)
-    after, inputs = None, (q_BHTD, k_BGTD, v_BGTD, config, params)
-    # With states, without autograd. Where gradients are needed, too, a second pass of fresh sequences has them.
-    if state is not None:
-        with torch.no_grad():
-            y_BHTD, after = _with_state(*inputs, state=state, fresh=fresh, cu_seqlens=cu_seqlens, shared=shared)
-        if not needs_gradient(q_BHTD, k_BGTD, v_BGTD, *params.tensors):
-            return y_BHTD, after
+    tokens, packed = q_BHTD.shape[2], keeps_eight_bits(config, None, q_BHTD, k_BGTD, v_BGTD)
+    config = config.within(tokens)
     if packed:
         k_BGTD, v_BGTD = (unpack(pack(x), q_BHTD.dtype) for x in (k_BGTD, v_BGTD))
     sink_k = sink_v = layout = None
@@ -77,33 +65,40 @@ def triton_attention(
     settings = (config, params.scale_of(q_BHTD), params.softcap)
     target_BHTD = None if target_BHTD is None else _dense(target_BHTD)
     if needs_gradient(*tensors):
-        return _Attention.apply(settings, target_BHTD, *tensors), after
-    out, _ = forward(Operands.of(tensors, *settings), target=target_BHTD)
-    return out.y if out.square is None else out.square.sum(), after
+        return _Attention.apply(settings, target_BHTD, *tensors)
+    out, _ = forward(Operands(tensors, *settings), target=target_BHTD)
+    return out.y if out.square is None else out.square.sum()
 
 
-def _with_state(
+@torch.compiler.disable
+def triton_with_state(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    *settings: Any,
-    state: HybridState,
-    fresh: bool,
-    cu_seqlens: Tensor | None,
-    shared: dict[Hashable, Any] | None,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    state: HybridState | None,
+    cu_seqlens: Tensor | None = None,
+    shared: dict[Hashable, Any] | None = None,
 ) -> tuple[Tensor, HybridState]:
-    """Outputs, and the state after; the given one is written only if it is fresh."""
-    batch, _, tokens, _ = q_BHTD.shape
+    """`hybrid_attention` with `return_state`, for the same calls; without gradients."""
+    (batch, _, tokens, _), fresh = q_BHTD.shape, state is None
+    if state is None:
+        packed = keeps_eight_bits(config, state, q_BHTD, k_BGTD, v_BGTD)
+        state = initial_state(config, params, k_BGTD, cu_seqlens, packed=packed)
+        config = config.within(tokens)
+    else:
+        state = state.map(lambda x: x.detach().clone(memory_format=torch.contiguous_format))
     if cu_seqlens is None:
         cu_seqlens = torch.arange(batch + 1, device=q_BHTD.device) * tokens
-    if not fresh:
-        state = state.map(lambda x: x.clone(memory_format=torch.contiguous_format))
     page_N = torch.arange(len(state.position), device=q_BHTD.device)
-    q, k, v = (_dense(x).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
+    q, k, v = (_dense(x.detach()).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
     row = Tokens(q, k, v, torch.zeros_like(q))  # of padding zeros
     sequences = Sequences((page_N, page_N), state.position, cu_seqlens, (0,) * len(page_N) if fresh else None)
     parts = {name: x.unflatten(1, (k.shape[1], -1)) for name, x in state._asdict().items() if name != "position"}
-    tables = prefill(row, *settings, sequences=sequences, parts=parts, shared=shared)
+    with torch.no_grad():
+        tables = prefill(row, config, params, sequences=sequences, parts=parts, shared=shared)
     y_BHTD = row.y_NHD.unflatten(0, (batch, tokens)).transpose(1, 2)
     return y_BHTD, state._replace(position=state.position + tables.length_N)
 
@@ -124,7 +119,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, settings: tuple[Any, ...], target: Tensor | None, *tensors: Tensor | None) -> Any:
-        out, states = forward(Operands.of(tensors, *settings), save=True, target=target)
+        out, states = forward(Operands(tensors, *settings), save=True, target=target)
         saved = out.y, out.den, out.top, out.arg, out.delta, *((None, None) if states is None else states[:2])
         ctx.save_for_backward(*saved, *tensors)
         ctx.settings, ctx.has_target = settings, target is not None
@@ -139,7 +134,7 @@ class _Attention(torch.autograd.Function):
         if ctx.has_target:  # everything is linear in the gradient of y, which is 2 (y - target) times that of the sum
             dy, factor = y, 2.0 * dy
         found = backward(
-            Operands.of(tensors, *ctx.settings),
+            Operands(tensors, *ctx.settings),
             States(S, z),
             Outputs(y, den, top, arg, delta),
             _dense(dy),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -205,9 +204,11 @@ def _window_columns(config: AttentionConfig) -> int:
     return (1 + cdiv(reach, STATE_CHUNK)) * STATE_CHUNK
 
 
-@dataclass(frozen=True)
 class Operands:
     """Tensors and settings of one call.
+
+    `tensors` are all that may have gradients, and `table` and `slots`, where these are all of a layout; sinks of rows
+    are not among them.
 
     Every row is a sequence, from its first token. Or one row holds all sequences: `table` and `slots` are those of
     `segments.Segments`, and where this text says "sequence b", segment b is meant. Sequences that resume from states
@@ -220,37 +221,20 @@ class Operands:
     or None, B: sequences or more; of rows their first tokens.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gamma: Tensor
-    maps: FeatureMaps
-    sink_logits: Tensor | None
-    sink_k: Tensor | None
-    sink_v: Tensor | None
-    layout: Layout
-    sums: Sums | None
-    config: AttentionConfig
-    scale: float
-    softcap: float | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         tensors: Sequence[Any],
         config: AttentionConfig,
         scale: float,
         softcap: float | None,
         layout: Layout | None = None,
         sums: Sums | None = None,
-    ) -> Operands:
-        """From all tensors that may have gradients, and `table` and `slots`, where these are all of a layout; sinks of
-        rows are not among them."""
-        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, sink_k, sink_v, *segments = tensors
-        maps, layout = FeatureMaps(q_weight, k_weight, q_bias, k_bias), layout or Layout(None, *segments)
-        if config.sinks and layout.table is None:
-            sink_k, sink_v = k[:, :, : config.sinks], v[:, :, : config.sinks]
-        return cls(q, k, v, gamma, maps, sink_logits, sink_k, sink_v, layout, sums, config, scale, softcap)
+    ) -> None:
+        self.q, self.k, self.v, self.gamma, *maps, self.sink_logits, self.sink_k, self.sink_v = tensors[:11]
+        self.maps, self.layout = FeatureMaps(*maps), layout or Layout(None, *tensors[11:])
+        self.config, self.scale, self.softcap, self.sums = config, scale, softcap, sums
+        if config.sinks and self.layout.table is None:
+            self.sink_k, self.sink_v = self.k[:, :, : config.sinks], self.v[:, :, : config.sinks]
 
     @cached_property
     def inputs(self) -> Inputs:

@@ -125,6 +125,6 @@ def prefill(
     segments, sums = tables.segments, Sums(parts["S"], parts["z"], page_2N, tables.start_N)
     layout = Layout(tables.base_N, segments.table, segments.slots, tables.query_N2, heads_G)
     tensors = q, k, v, *own, *sinks
-    forward(Operands.of(tensors, config, params.scale_of(q), params.softcap, layout, sums), y=y)
+    forward(Operands(tensors, config, params.scale_of(q), params.softcap, layout, sums), y=y)
     store_tokens(*new, keys, values, kept, **places)
     return tables

@@ -22,19 +22,17 @@ from lolcats.ops.hybrid_attention.kernels.splits import (
     store_split,
 )
 from lolcats.ops.hybrid_attention.kernels.tiles import FLOOR, load_rows, store_vector
+from lolcats.ops.hybrid_attention.params import Scoring
 
 
 @torch.compiler.disable
-def softmax_step(
-    q: Tensor, k: Tensor, v: Tensor, length: Tensor, sink_logits: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
+def softmax_step(q: Tensor, k: Tensor, v: Tensor, length: Tensor, scoring: Scoring) -> Tensor:
     """See `lolcats.modeling.softmax.softmax_attention`, with `length`.
 
     Args:
         q: [B, H, 1, D]; k, v: [B, G, K, D] with any strides. The last dimension of each is contiguous. Or int8
             [B, G, K, D + 4], packed as in `lolcats.ops.eight_bits`: numbers, and their factor in float32.
         length: int [B]; a row sees its first `length` keys. What lies behind them is not read.
-        sink_logits: [H].
 
     Returns:
         [B, H, 1, D]; zeros where a row has neither keys nor sinks.
@@ -52,8 +50,8 @@ def softmax_step(
         kv_heads,
         splits,
         keys,
-        in_log2(scale),
-        in_log2(softcap),
+        in_log2(scoring.scale_of(q)),
+        in_log2(scoring.softcap),
         REPEATS=heads // kv_heads,
         D=head_dim,
         DB=columns,
@@ -61,7 +59,7 @@ def softmax_step(
         **launch_of_splits(q),
     )
     join = {"BS": joined_splits(1, columns), "num_warps": 4}
-    join_kernel[(batch * heads,)](sums, sink_logits, rows(y), heads, splits, D=head_dim, DB=columns, **join)
+    join_kernel[(batch * heads,)](sums, scoring.sink_logits, rows(y), heads, splits, D=head_dim, DB=columns, **join)
     return y
 
 

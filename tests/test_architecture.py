@@ -1,6 +1,7 @@
-"""Imports follow the data flow: a module imports only from layers before its own, and there are no cycles."""
+"""Imports follow the data flow: a module imports from layers before its own, without cycles. Parameters are few."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -92,3 +93,29 @@ def test_imports_go_one_way(module):
 
 def test_no_import_cycles():
     TopologicalSorter(EDGES).prepare()  # raises CycleError, which names them
+
+
+def parameters(source: str, module: str) -> Iterator[tuple[str, int]]:
+    """How many parameters functions have, and records that a call fills. Others dictate those of kernels and the tuples
+    that these take, of PyTorch's operators, of `forward` and of what is registered with transformers."""
+    dictated = {"forward", *re.findall(r"Interface\.register\(\w+, (\w+)\)", source)}
+    for node in ast.walk(ast.parse(source)):
+        made = " ".join(map(ast.unparse, [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if not re.search(r"triton\.jit|custom_op", made) and node.name not in dictated:
+                names = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}  # of *args, too
+                yield f"{module}.{node.name}", len(names - {"self", "cls"})
+        elif "dataclass" in made or ("NamedTuple" in made and ".kernels." not in module):
+            fields = [x for x in node.body if isinstance(x, ast.AnnAssign) and "init=False" not in ast.unparse(x)]
+            if not all(x.value for x in fields):  # else they are settings or counters
+                yield f"{module}.{node.name}", len(fields)
+
+
+def test_at_most_eight_parameters():
+    """Of commands, which have their options, and of the operator there may be more."""
+    own = {name: source for name, source in SOURCES.items() if not name.startswith("lolcats.cli")}
+    found = [entry for name, source in own.items() for entry in parameters(source, name)]
+    assert {name for name, count in found if count > 8} == {"lolcats.ops.hybrid_attention.api.hybrid_attention"}
+    nine = [*"abcdefghi"]
+    wide = f"def f({', '.join(nine[:-1])}, **i): 0\n@dataclass\nclass B:\n  {': int; '.join(nine)}: int"
+    assert sorted(parameters(wide, "m")) == [("m.B", 9), ("m.f", 9)]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lolcats.checkpoint.write import export
+from lolcats.checkpoint.write import export, stored_weights
 from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -54,7 +54,7 @@ def test_trained_on_conversations_a_model_ends_with_their_turns(adapted, tmp_pat
     assert found == ([before if before is not None else tokenizer.eos_token_id, 5] if ends else before)
 
 
-def test_the_folder_is_that_of_save_pretrained(adapted, tmp_path, monkeypatch):
+def test_the_folder_is_that_of_save_pretrained(adapted, model_dir, tmp_path, monkeypatch):
     model, tokenizer = adapted()
     monkeypatch.setattr("lolcats.checkpoint.write.SHARD_BYTES", 20_000)
     export(model, tokenizer, tmp_path / "out", report={}, card="")
@@ -64,6 +64,9 @@ def test_the_folder_is_that_of_save_pretrained(adapted, tmp_path, monkeypatch):
     whole = adapted()[0].merge_and_unload()
     whole.save_pretrained(tmp_path / "whole")
     assert_same_weights(tmp_path / "out", tmp_path / "whole")
+    stored = stored_weights(model.get_base_model(), model_dir)
+    export(model, tokenizer, tmp_path / "stored", report={}, card="", weights=stored)
+    assert_same_weights(tmp_path / "stored", tmp_path / "whole")
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_text() == (tmp_path / "whole" / name).read_text()
 

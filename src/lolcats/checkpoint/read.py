@@ -87,7 +87,7 @@ class BaseCheckpoint:
 
     def __init__(self, base: Any, folder: Path) -> None:
         self.base, self.folder = base, folder
-        self._shapes = base.state_dict()
+        self._shapes = {name.replace(".base_layer", ""): x for name, x in base.state_dict().items()}  # not PEFT's names
         self._rules = get_model_conversion_mapping(base, TEXT_NAMES)
         renamings = [entry for entry in self._rules if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._rules if isinstance(entry, WeightConverter)]

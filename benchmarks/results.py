@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ HERE = Path(__file__).parent
 PAPER = json.loads((HERE / "paper_numbers.json").read_text(encoding="utf-8"))["tables"]
 TASKS = {name: KNOWN_TASKS[name].title for name in PAPER_NAMES} | AVERAGES
 AVERAGE = {"average_without_mmlu": TASKS["average_without_mmlu"]}
+BOTH = {"mmlu": TASKS["mmlu"]} | AVERAGE
 BEFORE, AFTER = {"perplexity transfer": "perplexity before LoRA"}, {"perplexity adjust": "perplexity"}
 OURS, BASELINE = "LoLCATs-seed0", "Hedgehog-seed0"
 
@@ -49,10 +49,6 @@ def same(*labels: str) -> dict[str, str]:
     return {label: label for label in labels}
 
 
-def product(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
-    return {f"{a}|{b}": f"{name}, {more}" for a, name in first.items() for b, more in second.items()}
-
-
 PARTS = {
     f"{transfer}|{window}": f"{'' if transfer == 'yes' else 'no '}transfer, {'no ' if window == 'none' else ''}window"
     for transfer, window in (("no", "none"), ("yes", "none"), ("no", "64"), ("yes", "64"))
@@ -65,22 +61,30 @@ TABLES = {  # by sweep
         AFTER | TASKS,
         ("main", "main-no-transfer", "seeds"),
     ),
-    "ablations_05": ResultTable(
-        {"teacher": "Qwen2.5-Coder-0.5B-Instruct (softmax)"}
-        | same("softmax + LoRA", "LoLCATs", "no transfer", "window only")
-        | {f"windows: {n}": f"sliding window of {n}, not blocks of 64" for n in (16, 256)}
-        | {"attention-loss: cross-entropy": "cross-entropy of weights in stage 1, not squared error"}
-        | {"lora-rank: 32": "LoRA of rank 32, not 8", "data: textbooks": "textbooks, not Alpaca"}
-        | {"data: multiple choice": "multiple-choice questions in MMLU's form"},
-        AFTER | {"mmlu": TASKS["mmlu"]} | AVERAGE,
-    ),
     "components": ResultTable(
-        product({"hedgehog": "Hedgehog", "t2r": "T2R"}, PARTS),
-        BEFORE | AFTER | AVERAGE,
+        {"teacher": "Qwen2.5-Coder-0.5B-Instruct (softmax)", "softmax + LoRA": "softmax + LoRA"}
+        | {f"hedgehog|{part}": f"Hedgehog, {name}" for part, name in PARTS.items()}
+        | {f"t2r|{part}": f"T2R, {name}" for part, name in PARTS.items() if part != "no|none"}
+        | {"window only": "no linear part, window"},
+        BEFORE | AFTER | BOTH,
         ("components", "components-perplexity"),
     ),
-    "windows": ResultTable(same("4", "16", "64", "256", "terraced 64"), AFTER | AVERAGE, ("windows",)),
-    "lora-rank": ResultTable(same("4", "8", "16", "32", "64", "128", "192"), AFTER | AVERAGE, ("lora-rank",)),
+    "windows": ResultTable(
+        same("4", "16", "64", "256", "terraced 16", "terraced 64", "terraced 128"), AFTER | BOTH, ("windows",)
+    ),
+    "lora-rank": ResultTable(same("4", "8", "32", "128"), AFTER | BOTH, ("lora-rank",)),
+    "transfer-steps": ResultTable(
+        same("0", "19", "48", "97") | {"all": "194"}, BEFORE | AFTER | BOTH, ("transfer-steps",)
+    ),
+    "changes_05": ResultTable(
+        {"LoLCATs": "LoLCATs", "attention-loss: cross-entropy": "cross-entropy of weights in stage 1"}
+        | {"blocks: 6": "layers in four blocks"}
+        | {"data: textbooks": "textbooks, not Alpaca", "data: textbooks, longest": "..., longest effective lengths"}
+        | {"data: multiple choice": "multiple-choice questions in MMLU's form"}
+        | {"lora-projections: qkvo": "one epoch of LoRA on q, k, v and o"}
+        | {f"lora-projections: {a}{b}": f"..., on {a} and {b}" for a, b in ("qv", "vo", "qk")},
+        AFTER | BOTH,
+    ),
     "lora-projections": ResultTable(
         same("q", "k", "v", "o", "qk", "qv", "qo", "kv", "ko", "vo", "qkv", "qko", "kvo", "qkvo"),
         AFTER | AVERAGE,
@@ -90,16 +94,6 @@ TABLES = {  # by sweep
         same("instructions", "textbooks", "books", "mixed"),
         {f"perplexity on {name}": f"perplexity on {name}" for name in ("instructions", "textbooks", "books")} | AVERAGE,
         ("data",),
-    ),
-    "transfer-steps": ResultTable(
-        same(*map(str, range(0, 2000, 200))),
-        AFTER | {"perplexity on text": "perplexity on other text"} | AVERAGE,
-        ("transfer-steps",),
-    ),
-    "passkey": ResultTable(
-        same("teacher") | product(same("instructions", "passkeys"), {"2048": "2048 tokens", "8192": "8192 tokens"}),
-        {"passkey 2048": "2048 tokens", "passkey 8192": "8192 tokens"},
-        ("passkey",),
     ),
     "blocks": ResultTable(
         {"none": "all layers jointly"} | {size: f"blocks of {size}" for size in ("15", "10", "5", "2", "1")},
@@ -151,6 +145,7 @@ class Results:
     hybrid: runs of `lolcats sweep hybrid` by "file: method".
     ability: teachers of a size and models linearized from them, with what `benchmarks/ability.py` found.
     long: models of which it measured a part: recall and perplexity of long texts, and what further training leaves.
+    passkeys: models with what `lolcats eval --tasks passkey` found.
     """
 
     rows: list[dict[str, Any]]
@@ -158,6 +153,7 @@ class Results:
     hybrid: dict[str, list[dict[str, Any]]]
     ability: dict[str, list[dict[str, Any]]]
     long: list[dict[str, Any]]
+    passkeys: list[dict[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> Results:
@@ -173,11 +169,16 @@ class Results:
         files = sorted(folder.glob("long_qwen2.5-coder-*.jsonl"))
         long = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
         rows = [row for file in (f"{RUNS}/rows.jsonl", *CODERS) for row in _finished(folder / file)]
-        return cls(rows, steps, hybrid, ability, long)
+        keys = json.loads((folder / "passkeys_qwen2.5-coder-0.5b_h200_2026-11-28.json").read_text(encoding="utf-8"))
+        return cls(rows, steps, hybrid, ability, long, keys["runs"])
 
     def of(self, sweep: str, case: str) -> list[dict[str, float]]:
         """The numbers of a table's row, one entry a seed."""
-        runs = [row for row in self.rows if row["sweep"] == sweep and "|".join(row["case"].values()) == case]
+        runs = []
+        for row in self.rows:
+            tables = row.get("tables", {row["sweep"]: "|".join(row["case"].values())})
+            if tables.get(sweep) == case:
+                runs.append(row)
         if case == "teacher" and not runs:  # its perplexity: on the validation sequences of the main comparison
             numbers = numbers_of({"evaluation": self.steps["teacher"]["result"]["models"][0]})
             found = next((row["perplexity"]["teacher"] for row in self.rows if row["sweep"] == "main"), None)
@@ -191,7 +192,7 @@ def _finished(file: Path) -> list[dict[str, Any]]:
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
-    """ "perplexity STAGE", "perplexity on TEXT"; accuracies in percent by task or "passkey LENGTH"."""
+    """ "perplexity STAGE", "perplexity on TEXT"; accuracies in percent by task."""
     stages = {name: value for name, value in row.get("perplexity", {}).items() if value is not None}
     if "swapped" in stages:  # before LoRA, where nothing is transferred
         stages.setdefault("transfer", stages["swapped"])
@@ -200,7 +201,7 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
     measured = row.get("evaluation", {})
     for name, cell in (measured.get("tasks", {}) | measured.get("averages", {})).items():
         found[name] = 100 * cell["value"]
-    return found | {f"passkey {cell['length']}": 100 * cell["accuracy"] for cell in measured.get("passkey", [])}
+    return found
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
@@ -333,18 +334,12 @@ def mib(runs: list[dict[str, Any]]) -> float:
     return statistics.fmean(run["cache"]["bytes"] for run in runs) / 2**20
 
 
-def provenance(results: Results) -> list[str]:
-    origins = [found["provenance"] for found in (*results.rows, *(step["result"] for step in results.steps.values()))]
-    counts = Counter((origin["device"], str(origin["commit"])[:12]) for origin in origins)
-    return markdown(["runs", "device", "commit"], [[str(count), *origin] for origin, count in sorted(counts.items())])
-
-
 def fill(page: str, results: Results) -> str:
     """The page with new lines between its comments `<!-- NAME -->` and `<!-- /NAME -->`."""
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        own = {"provenance": provenance, "hybrid": hybrid, "far": far, "trained": trained}
+        own = {"hybrid": hybrid, "far": far, "trained": trained}
         if size := {"ability": "0.5b", "ability_15": "1.5b"}.get(name):
             lines = ability(results.ability[size])
         else:
@@ -446,6 +441,18 @@ def frontier(results: Results) -> Figure:
     return figure
 
 
+def passkeys(results: Results) -> Figure:
+    """Share of numbers found by depth and length of the text, three models."""
+    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    for axis, run in zip(figure.subplots(1, 3, sharey=True), results.passkeys, strict=True):
+        found = run["passkey"]
+        image = axis.imshow([cell["depths"] for cell in found], cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        axis.set(title=run["run"], xlabel="depth (tenths)")
+        axis.set_yticks(range(len(found)), [f"{cell['length']} tokens" for cell in found])
+    figure.colorbar(image, ax=figure.axes, label="found")
+    return figure
+
+
 def lengths(results: Results) -> Figure:
     """Histograms of the effective sequence length, one line a source."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
@@ -471,6 +478,7 @@ def main() -> None:
         page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
     for name, draw in (
         ("ability", frontier),
+        ("passkeys", passkeys),
         ("recall", recall),
         ("curves", curves),
         ("layers", layers),

@@ -4,7 +4,7 @@
 
 Each table stands between comments with its name; the text around them is written by hand. `hybrid_*.jsonl` hold a line
 for each run of `lolcats sweep hybrid`. The folder of the paper's experiments holds `rows.jsonl`, a line for each run
-with its `sweep`, and `steps.json`, the reports of `lolcats eval` and `lolcats analyse` by name.
+with its `sweep`, and `steps.json`, the reports of `lolcats eval` by name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -30,7 +31,6 @@ TASKS = {name: KNOWN_TASKS[name].title for name in PAPER_NAMES} | AVERAGES
 AVERAGE = {"average_without_mmlu": TASKS["average_without_mmlu"]}
 BOTH = {"mmlu": TASKS["mmlu"]} | AVERAGE
 BEFORE, AFTER = {"perplexity transfer": "perplexity before LoRA"}, {"perplexity adjust": "perplexity"}
-OURS, BASELINE = "LoLCATs-seed0", "Hedgehog-seed0"
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,6 @@ TABLES = {  # by sweep
         | {f"lora-projections: {a}{b}": f"..., on {a} and {b}" for a, b in ("qv", "vo", "qk")},
         AFTER | BOTH,
     ),
-    "lora-projections": ResultTable(
-        same("q", "k", "v", "o", "qk", "qv", "qo", "kv", "ko", "vo", "qkv", "qko", "kvo", "qkvo"),
-        AFTER | AVERAGE,
-        ("lora-projections",),
-    ),
-    "data": ResultTable(
-        same("instructions", "textbooks", "books", "mixed"),
-        {f"perplexity on {name}": f"perplexity on {name}" for name in ("instructions", "textbooks", "books")} | AVERAGE,
-        ("data",),
-    ),
     "blocks": ResultTable(
         {"none": "all layers jointly"} | {size: f"blocks of {size}" for size in ("15", "10", "5", "2", "1")},
         BEFORE | AFTER,
@@ -104,6 +94,8 @@ TABLES = {  # by sweep
 
 
 CODERS = [f"paper_qwen2.5-coder-{name}_2026-11-28.jsonl" for name in ("1.5b_h100", "0.5b_h200")]
+INSIDE, PASSKEYS = (f"{name}_qwen2.5-coder-0.5b_h200_2026-11-28.json" for name in ("inside", "passkeys"))
+STATES = {"before LoRA": "-", "LoRA": "--", "LoRA on errors": ":"}  # of its errors, and their lines
 RUNS, PAGES = "smollm2_h200_2026-11-21", ("results.md", "paper.md")
 HYBRID = {  # rows of the table of exact heads -> file and method of their runs
     "teacher, untrained": ("ends_smollm2_h200_2026-11-23: softmax, untrained",),
@@ -140,12 +132,13 @@ LENGTHS = (1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Results:
-    """Finished runs, and the reports of `lolcats eval` and `lolcats analyse` by name.
+    """Finished runs, and the reports of `lolcats eval` by name.
 
     hybrid: runs of `lolcats sweep hybrid` by "file: method".
     ability: teachers of a size and models linearized from them, with what `benchmarks/ability.py` found.
     long: models of which it measured a part: recall and perplexity of long texts, and what further training leaves.
     passkeys: models with what `lolcats eval --tasks passkey` found.
+    inside: what `benchmarks/inside.py` found.
     """
 
     rows: list[dict[str, Any]]
@@ -154,6 +147,7 @@ class Results:
     ability: dict[str, list[dict[str, Any]]]
     long: list[dict[str, Any]]
     passkeys: list[dict[str, Any]]
+    inside: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> Results:
@@ -169,8 +163,8 @@ class Results:
         files = sorted(folder.glob("long_qwen2.5-coder-*.jsonl"))
         long = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
         rows = [row for file in (f"{RUNS}/rows.jsonl", *CODERS) for row in _finished(folder / file)]
-        keys = json.loads((folder / "passkeys_qwen2.5-coder-0.5b_h200_2026-11-28.json").read_text(encoding="utf-8"))
-        return cls(rows, steps, hybrid, ability, long, keys["runs"])
+        keys, inside = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (PASSKEYS, INSIDE))
+        return cls(rows, steps, hybrid, ability, long, keys["runs"], inside)
 
     def of(self, sweep: str, case: str) -> list[dict[str, float]]:
         """The numbers of a table's row, one entry a seed."""
@@ -179,10 +173,6 @@ class Results:
             tables = row.get("tables", {row["sweep"]: "|".join(row["case"].values())})
             if tables.get(sweep) == case:
                 runs.append(row)
-        if case == "teacher" and not runs:  # its perplexity: on the validation sequences of the main comparison
-            numbers = numbers_of({"evaluation": self.steps["teacher"]["result"]["models"][0]})
-            found = next((row["perplexity"]["teacher"] for row in self.rows if row["sweep"] == "main"), None)
-            return [numbers | ({} if found is None else {"perplexity adjust": found})]
         return [numbers_of(row) for row in runs]
 
 
@@ -323,6 +313,44 @@ def trained(results: Results) -> list[str]:
     return of_runs([*runs, *(run for run in results.long if "humaneval" in run["found"])], columns)
 
 
+def inside(results: Results) -> list[str]:
+    """Errors of attention, rank correlations of those before LoRA, maps beyond the window, and LoRA's change of W."""
+    entropy, square = (np.array(results.inside["original"][name]) for name in ("entropy", "square"))
+    maps = {head: np.array(bins) for head, bins in results.inside["original"]["map"].items()}
+    far = np.tri(64, k=-9, dtype=bool)  # keys more than 128 tokens away, in bins of 16; heads that see them:
+    heads = [head for head, bins in maps.items() if bins[far].sum() > 0.05 * bins.sum()]
+    columns = ["perplexity", "after LoRA", "error", "after LoRA", "after LoRA on errors", "with entropy"]
+    columns += ["with depth", "share of output with depth", "far keys"]
+    rows = []
+    for name, run in results.inside["runs"].items():
+        found, errors = run["perplexity"], {state: np.array(error) for state, error in run["mse"].items()}
+        before = found.get("transfer", found["swapped"] if errors else found["teacher"])
+        cells = [name, f"{before:.2f}", f"{found['adjust']:.2f}"]
+        cells += [f"{errors[state].mean():.4f}" if state in errors else "-" for state in STATES]
+        if errors:
+            layers = errors["before LoRA"].mean(1)
+            shares = layers, layers / square.mean(1)
+            correlations = [(entropy, errors["before LoRA"]), *((range(len(layers)), share) for share in shares)]
+            cells += [f"{ranked(*pair):.2f}" for pair in correlations]
+            near = [np.corrcoef(maps[head][far], np.array(run["map"][head])[far])[0, 1] for head in heads]
+            cells.append(f"{np.mean(near):.2f}")
+        cells += ["-"] * (len(columns) + 1 - len(cells))
+        rows.append([*cells, ", ".join(f"{100 * np.mean(run['travel'][p]['change']):.1f}" for p in "qkvo")])
+    return markdown(["", *columns, "change of W, %"], rows)
+
+
+def samples(results: Results) -> list[str]:
+    """How answers to the first prompt begin."""
+    answers = {"original": results.inside["original"], **results.inside["runs"]}
+    rows = [[name, " ".join(run["written"][0].split()[:12]) + " ..."] for name, run in answers.items()]
+    return markdown(["", results.inside["prompts"][0]], rows)
+
+
+def ranked(*pair: Any) -> float:
+    """Rank correlation."""
+    return float(np.corrcoef(*(np.ravel(values).argsort().argsort() for values in pair))[0, 1])
+
+
 def share(runs: list[dict[str, Any]], kind: str, length: int) -> float:
     """Mean accuracy over runs, in percent."""
     entries = [entry for run in runs for entry in run["evaluation"]["recall"]]
@@ -339,7 +367,7 @@ def fill(page: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        own = {"hybrid": hybrid, "far": far, "trained": trained}
+        own = {"hybrid": hybrid, "far": far, "trained": trained, "inside": inside, "samples": samples}
         if size := {"ability": "0.5b", "ability_15": "1.5b"}.get(name):
             lines = ability(results.ability[size])
         else:
@@ -349,41 +377,45 @@ def fill(page: str, results: Results) -> str:
     return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", block, page, flags=re.DOTALL)
 
 
-def curves(results: Results) -> Figure:
-    """Validation perplexity of seed 0: both stages, and stage 2 again where perplexities are near the teacher's."""
-    drawn = [row for row in results.rows if row["sweep"] == "main" and row["seed"] == 0]
-    drawn = [row for row in drawn if any(stage.get("curve") for stage in row["stages"].values())]
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    panels = (("transfer", "attention transfer"), ("adjust", "LoRA"), ("adjust", "LoRA, the lowest perplexities"))
-    axes = figure.subplots(1, len(panels))
-    for (stage, title), axis in zip(panels, axes, strict=True):
-        for color, row in enumerate(drawn):
-            curve = row["stages"].get(stage, {}).get("curve", [])
-            if curve and isinstance(curve[0], dict):  # of a report; older rows have pairs
-                curve = [[entry["step"], entry["perplexity"]] for entry in curve if "perplexity" in entry]
-            axis.plot(*([*zip(*curve, strict=True)] or [[], []]), color=f"C{color}", marker=".", markersize=4)
-        axis.set(title=title, xlabel="updates", ylabel="perplexity", yscale="log")
-        axis.grid(alpha=0.3, which="both")
-    teacher = results.of("main", "teacher")[0]["perplexity adjust"]
-    axes[-1].axhline(teacher, color="black", linewidth=1, linestyle="--")
-    axes[-1].set(yscale="linear", ylim=(0.75 * teacher, 1.35 * teacher))
-    names = [", ".join(row["case"].values()) for row in drawn]
-    lines = [Line2D([], [], color=f"C{color}", marker=".") for color in range(len(names))]
-    figure.legend([*lines, Line2D([], [], color="black", linestyle="--")], [*names, "teacher"], loc="outside right")
-    return figure
-
-
-def layers(results: Results) -> Figure:
-    """Output error by layer and stage, of two methods."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axis = figure.subplots()
-    for run, style in ((OURS, "-"), (BASELINE, "--")):
-        analysis = results.steps[f"analysis {run}"]["result"]
-        for color, (stage, errors) in enumerate(analysis["mse"].items()):
-            axis.plot(analysis["layers"], errors, style, color=f"C{color}", marker=".", label=f"{run}: {stage}")
-    axis.set(xlabel="layer", ylabel="mean squared error", yscale="log")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+def looks(results: Results) -> Figure:
+    """Attention's error and what goes with it, how far LoRA went, and attention maps."""
+    original, runs = results.inside["original"], results.inside["runs"]
+    figure = Figure(figsize=(8, 10), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(5, 6))
+    heads, depth, quality, lora = upper.subplots(2, 2).flat
+    for number, (name, run) in enumerate(runs.items()):
+        color, found = f"C{number}", run["perplexity"]
+        norms = [np.mean(run["travel"][p][part]) for part in "ab" for p in "qkvo"]
+        lora.bar(np.arange(8) + 0.2 * number, norms, 0.2, color=color, label=name)
+        if not run["mse"]:
+            continue
+        for state, errors in run["mse"].items():
+            depth.plot(np.mean(errors, 1), STATES[state], color=color)
+        heads.plot(np.ravel(original["entropy"]), np.ravel(run["mse"]["before LoRA"]), f"{color}.", alpha=0.4, mew=0)
+        perplexities = found.get("transfer", found["swapped"]), found["adjust"]
+        place = [np.mean(run["mse"][state]) for state in ("before LoRA", "LoRA")]
+        quality.annotate("", *zip(place, perplexities, strict=True), arrowprops={"arrowstyle": "<-", "color": color})
+        quality.plot(place, perplexities, f"{color}o")
+    lora.set_xticks(np.arange(8) + 0.3, [f"{part} of {p}" for part in "AB" for p in "qkvo"], fontsize=8)
+    depth.legend([Line2D([], [], color="black", linestyle=style) for style in STATES.values()], STATES, fontsize=8)
+    lora.legend(fontsize=8)
+    lora.set(title="how far LoRA went")
+    for row in results.rows:  # other runs on the same data, by the error that stage 1 found
+        error = row.get("stages", {}).get("transfer", {}).get("layer_loss")
+        if error and {"components", "windows", "transfer-steps"} & {*row["tables"]}:
+            quality.plot(error / 1000, row["perplexity"]["adjust"], "k.", alpha=0.5)
+    quality.set(title="perplexity, and where LoRA moves it", xlabel="squared error", xscale="log", yscale="log")
+    heads.set(title="squared error of heads", xlabel="entropy of softmax weights (nats)", yscale="log", ylim=(1e-6, 4))
+    depth.set(title="squared error of layers", xlabel="layer", yscale="log")
+    maps = {"softmax": original["map"]}
+    for name, run in runs.items():
+        maps |= {name if "transfer" in run["perplexity"] else "untrained": run["map"]} if "map" in run else {}
+    for axes, (name, shown) in zip(lower.subplots(len(maps), len(original["map"])), maps.items(), strict=True):
+        for axis, (place, weights) in zip(axes, shown.items(), strict=True):
+            axis.imshow(np.sqrt(weights), vmin=0, vmax=50, cmap="magma", interpolation="nearest")
+            axis.set(xticks=[], yticks=[])
+            axis.set_title("layer {}, head {}".format(*place.split(".")) if name == "softmax" else "", fontsize=8)
+        axes[0].set_ylabel(name, fontsize=8)
     return figure
 
 
@@ -480,8 +512,7 @@ def main() -> None:
         ("ability", frontier),
         ("passkeys", passkeys),
         ("recall", recall),
-        ("curves", curves),
-        ("layers", layers),
+        ("inside", looks),
         ("esl", lengths),
     ):
         draw(results).savefig(given.docs / "images" / f"results_{name}.png", dpi=130)

@@ -26,7 +26,7 @@ from lolcats.conversion import convert
 from lolcats.data import build_evaluation_dataset
 from lolcats.data.templates import ALPACA_PROMPT
 from lolcats.evaluation.load import load_model
-from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.call import SOFTMAX, AttentionCall, Observed
 from lolcats.ops import attention_weights
 from lolcats.provenance import provenance
 from lolcats.report import read_report, without_paths
@@ -99,10 +99,10 @@ def weights(model: Any, ids_NT: Tensor) -> tuple[dict[str, Any], dict[str, Any]]
     found: dict[str, dict[int, Any]] = {"entropy": {}, "square": {}}
     maps: tuple[dict[str, Any], dict[str, Any]] = {}, {}
 
-    def observe(module: Any, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: Any) -> None:
-        scores = dict(call)
-        params = module.params(*(scores.pop(name) for name in ("sink_logits", "scale", "softcap")))
-        hybrid, softmax, _ = attention_weights(q, k, module.config, params, **scores)
+    def observe(seen: Observed) -> None:
+        module, layer_idx, q, k, _, y_softmax, scoring, visible = seen
+        params = module.params(scoring)
+        hybrid, softmax, _ = attention_weights(q, k, module.config, params, cu_seqlens=visible.cu_seqlens)
         values = torch.special.entr(softmax).sum(-1).mean((0, 2)), y_softmax.float().square().mean((0, 2, 3))
         for name, value_H in zip(found, values, strict=True):
             found[name][layer_idx] = found[name].get(layer_idx, 0) + value_H / len(ids_NT)

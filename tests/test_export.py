@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lolcats.checkpoint.write import export, stored_weights
+from lolcats.checkpoint.verify import reload_check
+from lolcats.checkpoint.write import export, stored_weights, whole_weights
 from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -108,18 +109,15 @@ def test_an_export_replaces_the_one_before_whole(adapted, tmp_path, monkeypatch)
     assert_same_weights(output, tmp_path / "new")
 
 
-def test_a_failed_export_replaces_nothing(adapted, tmp_path, monkeypatch):
-    """One whose check fails, and one on a full disk."""
-    output = tmp_path / "out"
-    export(*adapted(), output, report={}, card="before")
+def test_a_failed_export_replaces_nothing(adapted, linearized, tmp_path, monkeypatch):
+    """One that lacks tensors, whatever its loss, and one on a full disk."""
+    output, (model, tokenizer) = tmp_path / "out", adapted()
+    export(model, tokenizer, output, report={}, card="before")
     before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
-
-    def check(folder):
-        assert AutoModelForCausalLM.from_pretrained(folder)
-        raise UserError("another model")
-
-    with pytest.raises(UserError, match="another model"):
-        export(*adapted(), output, report={}, card="after", check=check)
+    weights = [item for item in whole_weights(model.get_base_model()) if "q_proj" not in item[0]]
+    check = reload_check(model, linearized()[2], batch_size=1, tolerance=float("inf"))
+    with pytest.raises(UserError, match=r"missing: \['model.model.layers.0.self_attn.q_proj.weight'"):
+        export(model, tokenizer, output, report={}, card="after", weights=weights, check=check)
     full = OSError(28, "No space left on device")
     monkeypatch.setattr("lolcats.modeling.model.write_code", Mock(side_effect=full))
     with pytest.raises(UserError, match="No space left"):

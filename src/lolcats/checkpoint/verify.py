@@ -45,28 +45,28 @@ def reload_check(
 
     Returns:
         A function of the folder: `loss` and `expected_loss` (nats per token) and `sequences`, or `skipped` with the
-        reason. It raises UserError if the losses differ by more than rounding.
+        reason. It raises UserError if tensors are missing or the losses differ by more than rounding.
     """
     rows = validation.label_mask[:, 1:].any(1).nonzero()[0][:SEQUENCES]
     few = replace(validation, input_ids=validation.input_ids[rows], label_mask=validation.label_mask[rows])
     device = torch.device(getattr(model, "device", "cpu"))
     model.eval()
-    measured = dataset_perplexity(model, few, batch_size=batch_size, group=group, attention_call=attention_call)
-    expected = measured["loss"]
+    expected = dataset_perplexity(model, few, batch_size=batch_size, group=group, attention_call=attention_call)["loss"]
 
     def check(folder: Path) -> dict[str, Any]:
         size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
         place = _device_with_room(size, device)
         if place is None:
             return {"skipped": f"{size / 2**30:.1f} GiB of weights fit nowhere beside those in memory"}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": place})
+        read: Any = AutoModelForCausalLM.from_pretrained
+        loaded, info = read(folder, dtype="auto", device_map={"": place}, output_loading_info=True)
         loss = dataset_perplexity(loaded.eval(), few, batch_size=batch_size)["loss"]
         rounding = tolerance or TOLERANCE.get(loaded.dtype, TOLERANCE[torch.bfloat16])
-        if not abs(loss - expected) <= rounding:
+        if info["missing_keys"] or not abs(loss - expected) <= rounding:
             raise UserError(
-                f"the exported folder is not the model that was measured: on {len(few)} validation sequences it has a"
-                f" loss of {loss:.4f} nats per token, in training {expected:.4f}. It stays in {folder} and replaces"
-                " nothing; the trained weights are safe in run/. This is a bug: please report it"
+                f"the exported folder is not the model that was measured: {loss:.4f} nats per token in {len(few)} rows,"
+                f" in training {expected:.4f}; missing: {sorted(info['missing_keys'])[:5]}. It stays in {folder} and"
+                " replaces nothing; the trained weights are safe in run/. This is a bug: please report it"
             )
         return {"loss": loss, "expected_loss": expected, "sequences": len(few)}
 

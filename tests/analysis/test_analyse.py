@@ -16,8 +16,10 @@ from lolcats.conversion import convert
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.call import AttentionCall
+from lolcats.ops import Scoring
 
-FAMILIES = {"llama3": {}, "qwen3": {}, "gemma2": {"layer_types": ["full_attention"] * 2}, "gpt-neox": {}}
+FULL = {"layer_types": ["full_attention"] * 2}
+FAMILIES = {"llama3": {}, "qwen3": {}, "gemma2": FULL, "gpt-neox": {}, "gpt-oss": FULL}
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +61,17 @@ def test_a_linear_part_alone_has_all_the_weight(run, held_out, tmp_path):
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_against_plain_passes(family):
-    model = convert(build(family, **FAMILIES[family]), AttentionConfig(window_size=4))
+    model = convert(build(family, **FAMILIES[family]), AttentionConfig(window_size=4, exact=["1.0"]))
     tokens = np.random.default_rng(0).integers(1, 50, (2, 24)).astype(np.int32)
     found = measure(model, PackedDataset(tokens, np.ones_like(tokens, dtype=bool)))
-    plain = []
-    call = AttentionCall(mode="softmax", observe=plain.append)
+    call = AttentionCall(mode="softmax", observe=(plain := []).append)
     with torch.no_grad():
         model(torch.from_numpy(tokens).long(), use_cache=False, attention_call=call)
         for layer, seen in enumerate(plain):
-            given = seen.q, seen.k, seen.v, seen.scoring
-            y, _ = seen.module(*given, cu_seqlens=seen.visible.cu_seqlens, backend="reference")
-            expected = (y - seen.y_softmax).square().mean((0, 2, 3))
+            q, k, v, target = map(seen.module.heads.take_linear, (seen.q, seen.k, seen.v, seen.y_softmax))
+            sinks = [x if x is None else seen.module.heads.take_linear(x, 0) for x in seen.scoring[:1]]
+            y, _ = seen.module(q, k, v, Scoring(*sinks, *seen.scoring[1:]), backend="reference")
+            expected = (y - target).square().mean((0, 2, 3))
             torch.testing.assert_close(torch.tensor(found["mse_heads"][layer]), expected, rtol=1e-3, atol=1e-9)
 
 

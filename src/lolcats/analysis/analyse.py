@@ -70,30 +70,30 @@ def analyse(
 
 @torch.no_grad()
 def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: int = 1) -> dict[str, Any]:
-    """layers, mse, mse_heads and linear_share, averaged over all sequences."""
+    """layers, and of their linear heads mse, mse_heads and linear_share, averaged over all sequences."""
     layers = sorted(index for index, _ in model.linear_layers())
     # Sums [H] by layer, and how many sequences or tokens they are of.
-    errors: dict[int, Tensor] = {}
-    shares: dict[int, Tensor] = {}
-    counts: dict[str, int] = defaultdict(int)
+    errors, shares, counts = dict[int, Tensor](), dict[int, Tensor](), defaultdict[str, int](int)
 
     def add(sums: dict[int, Tensor], layer: int, value_H: Tensor) -> None:
         sums[layer] = sums.get(layer, 0) + value_H.double()
 
     def observe(seen: Observed) -> None:
-        module, layer_idx, q, k, v, y_softmax, scoring, visible = seen
+        module, layer_idx, *tensors, scoring, (_, _, cu_seqlens, *_) = seen
         if module is None:
             return
-        error_BHTD = module(q, k, v, scoring, cu_seqlens=visible.cu_seqlens)[0].float() - y_softmax.float()
+        q, k, v, y_softmax = map(module.heads.take_linear, tensors)
+        if scoring.sink_logits is not None:
+            scoring = scoring._replace(sink_logits=module.heads.take_linear(scoring.sink_logits, 0))
+        error_BHTD = module(q, k, v, scoring, cu_seqlens=cu_seqlens)[0].float() - y_softmax.float()
         add(errors, layer_idx, error_BHTD.square().mean(dim=(2, 3)).sum(0))
-        params = module.params(scoring)
-        hybrid_NHTT, _, length_N = attention_weights(q, k, module.config, params, cu_seqlens=visible.cu_seqlens)
+        settings = module.config, module.params(scoring)
+        hybrid_NHTT, _, length_N = attention_weights(q, k, *settings, cu_seqlens=cu_seqlens)
         position_T = torch.arange(hybrid_NHTT.shape[-1], device=q.device)
-        real_NT = position_T < length_N[:, None]
         # Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is the linear part's share.
-        begin_T1 = module.config.window_start(position_T)[:, None]
-        linear_NHTT = hybrid_NHTT * ((position_T < begin_T1) & (position_T >= module.config.sinks))
-        add(shares, layer_idx, (linear_NHTT.sum(-1) * real_NT[:, None]).sum((0, 2)))
+        far_TT = (position_T < module.config.window_start(position_T)[:, None]) & (position_T >= module.config.sinks)
+        real_NT = position_T < length_N[:, None]
+        add(shares, layer_idx, ((hybrid_NHTT * far_TT).sum(-1) * real_NT[:, None]).sum((0, 2)))
         if layer_idx == layers[0]:
             counts["tokens"] += int(real_NT.sum())
             counts["sequences"] += len(q)

@@ -4,7 +4,7 @@
 
 FOLDER is what `lolcats linearize` wrote, run/ with it; FILE has Alpaca's rows, the first 200 held out. Errors are those
 of attention outputs on the original's hidden states, against its softmax attention, by layer and head: before LoRA,
-after it, and after a LoRA that is trained on these errors alone ("LoRA on errors").
+after it, and after a LoRA that is trained on these errors alone ("LoRA on errors"). Not for native sliding windows.
 """
 
 from __future__ import annotations

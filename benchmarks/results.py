@@ -317,7 +317,7 @@ def inside(results: Results) -> list[str]:
     """Errors of attention, rank correlations of those before LoRA, maps beyond the window, and LoRA's change of W."""
     entropy, square = (np.array(results.inside["original"][name]) for name in ("entropy", "square"))
     maps = {head: np.array(bins) for head, bins in results.inside["original"]["map"].items()}
-    far = np.tri(64, k=-9, dtype=bool)  # keys more than 128 tokens away, in bins of 16; heads that see them:
+    far = np.tri(64, k=-9, dtype=bool) & (np.arange(64) > 0)  # bins of 16 keys over 128 tokens away, without the first
     heads = [head for head, bins in maps.items() if bins[far].sum() > 0.05 * bins.sum()]
     columns = ["perplexity", "after LoRA", "error", "after LoRA", "after LoRA on errors", "with entropy"]
     columns += ["with depth", "share of output with depth", "far keys"]

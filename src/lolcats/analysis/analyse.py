@@ -83,12 +83,11 @@ def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: in
         if module is None:
             return
         q, k, v, y_softmax = map(module.heads.take_linear, tensors)
-        if scoring.sink_logits is not None:
-            scoring = scoring._replace(sink_logits=module.heads.take_linear(scoring.sink_logits, 0))
+        scoring = module.linear_scoring(scoring)
         error_BHTD = module(q, k, v, scoring, cu_seqlens=cu_seqlens)[0].float() - y_softmax.float()
         add(errors, layer_idx, error_BHTD.square().mean(dim=(2, 3)).sum(0))
-        settings = module.config, module.params(scoring)
-        hybrid_NHTT, _, length_N = attention_weights(q, k, *settings, cu_seqlens=cu_seqlens)
+        params = module.params(scoring)
+        hybrid_NHTT, _, length_N = attention_weights(q, k, module.config, params, cu_seqlens=cu_seqlens)
         position_T = torch.arange(hybrid_NHTT.shape[-1], device=q.device)
         # Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is the linear part's share.
         far_TT = (position_T < module.config.window_start(position_T)[:, None]) & (position_T >= module.config.sinks)

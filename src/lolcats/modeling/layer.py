@@ -140,7 +140,7 @@ class HybridAttention(nn.Module):
         """
         wide = self._as_wide(v_BGTD), self._as_wide(target_BHTD)
         q, k, v, target = (self.heads.take_linear(x) for x in (q_BHTD, k_BGTD, *wide))
-        mse = output_mse(q, k, v, target, self.config, self._linear_params(scoring), cu_seqlens=cu_seqlens)
+        mse = output_mse(q, k, v, target, self.config, self.params(self.linear_scoring(scoring)), cu_seqlens=cu_seqlens)
         return mse if v_BGTD is wide[0] else mse * (self.head_dim / v_BGTD.shape[-1])
 
     def weights_cross_entropy(
@@ -151,14 +151,14 @@ class HybridAttention(nn.Module):
         Queries, keys and sink logits are of all of the layer's heads.
         """
         q, k = self.heads.take_linear(q_BHTD), self.heads.take_linear(k_BGTD)
-        return weights_cross_entropy(q, k, self.config, self._linear_params(scoring), **window)
+        return weights_cross_entropy(q, k, self.config, self.params(self.linear_scoring(scoring)), **window)
 
     def _as_wide(self, x_BGTX: Tensor) -> Tensor:
         """Values, or outputs, narrower than keys (MiMo): the operator takes them with zeros up to head_dim."""
         missing = self.head_dim - x_BGTX.shape[-1]
         return x_BGTX if missing == 0 else pad(x_BGTX, (0, missing))
 
-    def _linear_params(self, scoring: Scoring) -> HybridParams:
-        """`params`, where the sink logits are of all of the layer's heads."""
+    def linear_scoring(self, scoring: Scoring) -> Scoring:
+        """The linear heads' part of the layer's scoring."""
         sinks = scoring.sink_logits
-        return self.params(scoring._replace(sink_logits=None if sinks is None else self.heads.take_linear(sinks, 0)))
+        return scoring._replace(sink_logits=None if sinks is None else self.heads.take_linear(sinks, 0))

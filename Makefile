@@ -1,6 +1,6 @@
 # make demo   linearize a small model on this machine and show the result
 # make test   lint, type check and the tests that need no GPU
-# make lint   the first two alone
+# make lint   the first two, and how the pages are written
 # make test-all   also the slow tests
 # make test-oldest, make test-newest   the tests with the oldest and the newest libraries that pyproject.toml takes
 # Each sets up the virtual environment it needs in .venv; a second run is quick.
@@ -56,6 +56,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_pages.py
 
 vllm-environment:
 	$(MAKE) VENV=.venv-vllm .venv-vllm/.installed-vllm

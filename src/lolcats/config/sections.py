@@ -61,8 +61,7 @@ class DataSource(Section):
     """Share of this source in the mixture, relative to the other sources' weights. With one source, or
     equal weights everywhere and no repeated source, every source is used in full."""
     repeat: bool = False
-    """Begin again where it ends, so that the other sources alone decide how large the mixture is. (Streamed sources
-    always do.)"""
+    """Begin again where it ends, so that the other sources alone decide how large the mixture is."""
     answers: Literal["given", "teacher"] = "given"
     """teacher: the model to linearize answers the rows' prompts itself; their own answers are not read."""
     format: Literal["auto", "alpaca", "chat", "prompt", "text"] = "auto"

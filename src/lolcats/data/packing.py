@@ -42,8 +42,7 @@ def read_documents(
 ) -> Generator[list[list[Document] | str]]:
     """The documents of every row, or why it is skipped, in batches of rows.
 
-    rows: a `datasets.Dataset` or `IterableDataset`; name, first_row: for messages; advance: called with the rows just
-    used.
+    rows: a `datasets.Dataset`; name, first_row: for messages; advance: called with the rows just used.
     """
     number = first_row
     for batch in rows.iter(batch_size=ROWS_PER_READ):

@@ -249,7 +249,7 @@ Column = tuple[int, Callable[[dict[str, Any]], float | None]]  # digits, and wha
 
 
 def of_runs(runs: list[dict[str, Any]], columns: dict[str, Column]) -> list[str]:
-    """A row for each title of runs: means over seeds, "-" where nothing was measured."""
+    """A row for each title of runs: means over these, "-" where nothing was measured."""
     rows = []
     for title in dict.fromkeys(run["row"] for run in runs):
         same = [run for run in runs if run["row"] == title]
@@ -258,7 +258,7 @@ def of_runs(runs: list[dict[str, Any]], columns: dict[str, Column]) -> list[str]
             values = [value for run in same if (value := find(run)) is not None]
             cells.append(f"{statistics.fmean(values):.{digits}f}" if values else "-")
         rows.append(cells)
-    return markdown(["", "seeds", *columns], rows)
+    return markdown(["", "runs", *columns], rows)
 
 
 def percent(name: str) -> Column:

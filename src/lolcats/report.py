@@ -166,9 +166,11 @@ def model_card(report: dict[str, Any]) -> str:
     kind = "partly linear" if report["exact_heads"] else "linear-time, constant-memory"
     made = f"""A {kind} version of `{base}`, made with lolcats {by}
 ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
+    bound = attention["exact_window"]
+    grows = "whose cache grows with the text" if bound is None else f"bounded by exact_window={bound}"
     described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
   one state per {attention["share_state"].replace("_", " ")};
-  KV heads with softmax attention, whose cache grows with the text: {", ".join(report["exact_heads"]) or "none"};
+  KV heads with softmax attention, {grows}: {", ".join(report["exact_heads"]) or "none"};
   cache of a sequence of {cache["tokens"]} tokens: {cache["bytes"] / 2**20:.1f} MiB; all softmax
   {cache["softmax_bytes"] / 2**20:.1f}"""
     if control:

@@ -36,23 +36,21 @@ def charts(card):
     return set(found)
 
 
-TRAINING = {
-    "Attention transfer: loss",
-    "Low-rank adjusting: validation perplexity",
-    "Low-rank adjusting: loss",
-    "Loss by layer",
-}
+TRAINING = {"Attention transfer: loss", "Low-rank adjusting: validation perplexity", "Low-rank adjusting: loss"}
+TRAINING |= {"Loss by layer"}
 LAYERS = {"Output error", "Share of the linear part"}
 
 
 def test_a_card_needs_only_the_report(folder):
     report = json.loads((folder / REPORT_FILE).read_text())
     report["stages"]["adjust"]["curve"][0]["perplexity"] = float("inf")  # is left out
+    report["stages"]["gates"] = {"curve": [{"step": 0, "loss": 0.5}]}
     (folder / REPORT_FILE).write_text(json.dumps(report))
     before = (folder / "README.md").read_text()
     result = CliRunner().invoke(app, ["report", str(folder)])
     assert result.exit_code == 0, result.output
-    assert charts(folder / "README.md") == TRAINING
+    assert charts(folder / "README.md") == TRAINING | {"Head gates: loss"}
+    assert "penalty * mean gate" in (folder / "README.md").read_text()
     assert (folder / "README.md").read_text().startswith(before.rstrip("\n"))
 
 

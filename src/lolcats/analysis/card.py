@@ -68,9 +68,10 @@ def training_charts(report: dict[str, Any]) -> list[Chart]:
     charts = []
     for name, stage in report.get("stages", {}).items():
         curve = stage.get("curve", [])
-        label = {"transfer": "Attention transfer", "adjust": "Low-rank adjusting"}.get(name, name)
+        label = {"transfer": "Attention transfer", "gates": "Head gates"}.get(name, "Low-rank adjusting")
         best = f"Best at update {stage['best_step']:,}." if "best_step" in stage else ""
-        unit = "In nats per token." if name == "adjust" else "In mse_factor * MSE + xent_factor * cross-entropy."
+        units = {"transfer": "mse_factor * MSE + xent_factor * cross-entropy", "gates": "nats + penalty * mean gate"}
+        unit = f"In {units.get(name, 'nats per token')}."
         training = [(entry["step"], entry["train"]["loss"]) for entry in curve if entry.get("train", {}).get("loss")]
         for title, note, lines in (
             ("validation perplexity", best, {"validation perplexity": _points(curve, "perplexity")}),

@@ -3,8 +3,8 @@
     python benchmarks/served.py original/ out/ --json FILE                        # each with an FP8 cache, and without
     python benchmarks/served.py --random llama3-8b --tokenizer original/ --json FILE  # weights that vLLM makes itself
 
-`vllm serve` with its defaults and `vllm bench serve` as its client; random prompts in the first model's tokens.
-What fails says why in the file, and the next model goes on.
+`vllm serve` with its defaults and `vllm bench serve` as its client; random prompts in the first model's tokens, or with
+`--text FILE` pieces of a text, drawn anew for each row. What fails says why in the file, and the next model goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -32,8 +33,8 @@ from lolcats.provenance import provenance
 PORT = 8123
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 NAMES = ("clients", "shared_tokens", "prompt_tokens", "new_tokens", "requests")
-ROWS = ((1, 0, 1024, 512, 4), (64, 0, 8192, 512, 64), (256, 0, 1024, 2048, 256), (64, 0, 32000, 512, 64))
-ROWS += ((64, 32000, 128, 256, 64),)
+ROWS = ((1, 0, 1024, 512, 4), (64, 0, 8192, 512, 64), (256, 0, 1024, 2048, 256), (256, 0, 1024, 8192, 256))
+ROWS += ((64, 0, 32000, 512, 64), (64, 32000, 128, 256, 64))
 SHOWN = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "completed")
 
 
@@ -88,15 +89,33 @@ def _answers() -> bool:
         return False
 
 
-def measure(tokenizer: str, row: tuple[int, ...]) -> dict[str, Any]:
+def pieces(tokenizer: str, text: Path, tokens: int, count: int) -> str:
+    """A file of prompts: pieces of a text at random places."""
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    ids = words(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    draw = random.Random(f"{tokens} {count}")
+    starts = [draw.randrange(len(ids) - tokens) for _ in range(count)]
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False) as file:
+        file.writelines(json.dumps({"prompt": words.decode(ids[start : start + tokens])}) + "\n" for start in starts)
+    return file.name
+
+
+def measure(tokenizer: str, row: tuple[int, ...], text: Path | None = None) -> dict[str, Any]:
     """What vLLM's own client reports of a row. Its first request is sent twice, so that a shared prefix is there."""
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     clients, shared, prompt, new, requests = row
     command = ["--base-url", f"http://127.0.0.1:{PORT}", "--model", "m", "--tokenizer", tokenizer, "--ignore-eos"]
-    command += ["--dataset-name", "random", "--random-prefix-len", str(shared), "--random-input-len", str(prompt)]
-    command += ["--random-output-len", str(new), "--max-concurrency", str(clients), "--num-prompts", str(requests)]
+    command += ["--max-concurrency", str(clients), "--num-prompts", str(requests)]
+    if text is None:
+        command += ["--dataset-name", "random", "--random-prefix-len", str(shared), "--random-input-len", str(prompt)]
+        command += ["--random-output-len", str(new)]
+    else:
+        command += ["--dataset-name", "custom", "--dataset-path", pieces(tokenizer, text, prompt, requests)]
+        command += ["--custom-output-len", str(new), "--skip-chat-template"]
     serve.add_cli_args(parser := FlexibleArgumentParser())
     found = serve.main(parser.parse_args([*command, "--disable-tqdm"]))
     return {name: found.get(name) for name in SHOWN}
@@ -108,11 +127,16 @@ def main() -> None:
     parser.add_argument("--random", choices=sorted(SHAPES), help="instead of models, random weights of this shape")
     parser.add_argument("--tokenizer", help="of random weights")
     parser.add_argument("--options", default="", help="of all servers")
+    parser.add_argument("--text", type=Path, help="prompts are pieces of this file, where none is shared")
     parser.add_argument("--caches", nargs="+", default=["fp8", "auto"], help="types of the cache's keys and values")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
-    report: dict[str, Any] = {"provenance": provenance(), "settings": {"options": given.options}, "rows": []}
+    report: dict[str, Any] = {
+        "provenance": provenance(),
+        "settings": {"options": given.options, "text": given.text and given.text.name},
+        "rows": [],
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder, options, models = Path(scratch), given.options.split(), given.models
         if given.random:
@@ -123,9 +147,9 @@ def main() -> None:
             try:
                 with server(model, [*options, "--kv-cache-dtype", cache], folder / "log") as ready_s:
                     measure(models[0], (8, 0, 2048, 16, 16))  # compiles kernels
-                    for row in ROWS:
+                    for row in ROWS if given.text is None else [row for row in ROWS if not row[1]]:
                         named = dict(zip(NAMES, row, strict=True))
-                        found = entry | named | {"ready_s": ready_s} | measure(models[0], row)
+                        found = entry | named | {"ready_s": ready_s} | measure(models[0], row, given.text)
                         report["rows"].append(found)
                         print(*found.values(), flush=True)
                         given.json.write_text(json.dumps(report, indent=1))

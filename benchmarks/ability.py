@@ -2,9 +2,9 @@
 
     python benchmarks/ability.py MODEL... --data FOLDER --json FILE     (folders or hub ids, linearized or not)
 
-FOLDER holds humaneval/, gsm8k/, mmlu/ and wikitext2/ as JSON lines with the fields of the hub's data sets. Answers are
-greedy, by the engine, in the model's chat template. HumanEval runs the programs that the model writes, each in a
-process of its own with limits of time and memory: use a machine that may be lost.
+FOLDER has humaneval/test, gsm8k/{test,train}, mmlu/{test,dev}, wikitext2/validation (openai_humaneval, openai/gsm8k,
+cais/mmlu, EleutherAI/wikitext_document_level) and wikitext2/haystack (rows of `text`) as .jsonl.gz. The engine answers,
+greedily, in the chat template. HumanEval runs the programs that the model writes: use a machine that may be lost.
 """
 
 from __future__ import annotations

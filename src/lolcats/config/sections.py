@@ -201,7 +201,7 @@ class TransferSection(OptimSection):
     @model_validator(mode="after")
     def _goes_together(self) -> TransferSection:
         if self.enabled and self.mse_factor == 0 and self.xent_factor == 0:
-            raise ValueError("mse_factor and xent_factor are both 0: stage 1 would have no loss")
+            raise ValueError("mse_factor and xent_factor are both 0, so that stage 1 has no loss: set one of them")
         if self.block_mode == "streaming" and self.block_layers is None:
             raise ValueError("block_mode=streaming needs block_layers, the number of layers in memory at a time")
         return self

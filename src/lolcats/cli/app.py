@@ -25,7 +25,7 @@ from lolcats.recipes import list_recipes, show_recipe
 # One string a paragraph: line breaks inside would show.
 HELP = "\n\n".join(
     [
-        "Turn a pretrained Transformer LLM into one with linear-time, constant-memory attention.",
+        "Turn a pretrained Transformer LLM into one with mostly linear attention.",
         "[bold]1. lolcats linearize[/] replaces attention, trains it to match, and writes a Hugging Face folder.",
         "[bold]2. lolcats generate, chat[/] and [bold]serve[/] run it: prompts, conversations, OpenAI's clients.",
         "[bold]3. lolcats eval[/] measures it beside the original: perplexity, recall, lm-eval's tasks.",

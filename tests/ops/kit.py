@@ -23,9 +23,9 @@ DEVICE = "cuda" if GPU else "cpu"
 # (2^-21); bfloat16: its own rounding is 1.1e-3, and gradients pass through about ten of them.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5 if GPU else 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 # What counts as zero, per entry: inputs and incoming gradients are of size one. That of window_factor is a difference
-# of sums over all rows that cancel where little is linear. That of q is exactly zero where a window holds a single key;
-# the difference of two equal terms of size one left 1.8e-7 on a GPU, three times float32's rounding.
-ZERO = {"gradient of window_factor": 0.2} | ({"gradient of q": 3e-2} if GPU else {})
+# of sums over all rows that cancel where little is linear. Those of q and k are exactly zero where a window holds a
+# single key; the difference of two equal terms of size one left 2.3e-7 on a GPU, four times float32's rounding.
+ZERO = {"gradient of window_factor": 0.2} | (dict.fromkeys(("gradient of q", "gradient of k"), 3e-2) if GPU else {})
 
 # Every branch of the operator: chunks of one block, of several blocks, blocks larger than the smallest chunk, sinks
 # within and beyond the window, each part alone, every feature map, length caps.

@@ -104,7 +104,7 @@ HYBRID = {  # rows of the table of exact heads -> file and method of their runs
         "rates_smollm2_h200_2026-11-26: softmax, as lolcats-hybrid",
     ),
     "25 % exact": ("window128_smollm2_h100_2026-11-25: 25 %",),
-    "`lolcats-hybrid`: 12 % exact": (
+    "12 % exact": (
         "smollm2_h200_2026-11-24: 12 %",
         "default_smollm2_h100_2026-11-25: 12 %",
     ),
@@ -120,7 +120,7 @@ HYBRID = {  # rows of the table of exact heads -> file and method of their runs
 DRAWN = {  # rows in the picture -> name and colour; orange: caches of bounded size
     "softmax + LoRA, same data": ("softmax + LoRA", "black"),
     "25 % exact": ("25 %", "C0"),
-    "`lolcats-hybrid`: 12 % exact": ("lolcats-hybrid, 12 %", "C0"),
+    "12 % exact": ("12 %", "C0"),
     "6 % exact": ("6 %", "C0"),
     "`lolcats-plus`: 12 % within 16 MiB, 8 bits": ("lolcats-plus", "C1"),
     "6 % within 8 MiB, 8 bits, window 64": ("6 % within 8 MiB", "C1"),

@@ -22,8 +22,6 @@ STEPS = {
     "gates": "with exact heads",
     "adjust": "after adjusting",
 }
-
-
 COST_COLUMNS = ["model", "validation perplexity", "training tokens", "time", "tokens/s", "peak GiB"]
 
 
@@ -168,11 +166,13 @@ def model_card(report: dict[str, Any]) -> str:
 ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
     bound = attention["exact_window"]
     grows = "whose cache grows with the text" if bound is None else f"bounded by exact_window={bound}"
-    described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
-  one state per {attention["share_state"].replace("_", " ")};
+    kept = "8 bits" if attention["cache_bits"] == 8 else "the model's type"
+    described = f"""{attention["window"]} window of {attention["window_size"]}, sinks: {attention["sinks"]};
+  feature map {attention["feature_map"]}, one state per {attention["share_state"].replace("_", " ")};
   KV heads with softmax attention, {grows}: {", ".join(report["exact_heads"]) or "none"};
-  cache of a sequence of {cache["tokens"]} tokens: {cache["bytes"] / 2**20:.1f} MiB; all softmax
-  {cache["softmax_bytes"] / 2**20:.1f}"""
+  cache of {cache["tokens"]} tokens, windows and exact heads in {kept}: {cache["bytes"] / 2**20:.1f} MiB; all softmax
+  {cache["softmax_bytes"] / 2**20:.1f}. Limits: facts that left the window are recalled mostly by exact heads, code
+  behind long texts gets worse; more in lolcats' docs/limits.md"""
     if control:
         made = f"`{base}` finetuned with its own softmax attention: a control for versions that lolcats linearized."
         described = "softmax, as in the base model"

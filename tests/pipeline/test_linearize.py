@@ -81,13 +81,14 @@ def test_the_card_names_what_ran_and_no_local_paths(finished, model_dir):
     assert (data.base_model, data.tags) == (model_dir.name, ["lolcats", "linear-attention"])
     assert "by attention transfer, head gates, low-rank adjusting" in text
     assert "transfer on owner/first; head gates on demo; low-rank adjusting on records.jsonl; validation on" in text
-    data, text = card("adjust", base="/home/me: mine/# it: 'x'", attention={"exact_window": "16MiB"})
-    assert data.base_model == "# it: 'x'"
+    assert all(words in text for words in ("sinks: 0;", "exact heads in the model's type:", "docs/limits.md."))
+    data, text = card("adjust", base="/home/me: mine/# it: 'x'", attention={"exact_window": "16MiB", "cache_bits": 8})
+    assert ("exact heads in 8 bits:" in text, data.base_model) == (True, "# it: 'x'")
     assert not any(words in text for words in ("attention transfer", "owner/first", "grows with"))
     assert "without training" in card()[1]
     data, text = card("transfer", "adjust", adjust={"softmax_control": True}, base="owner/name")
     assert (data.base_model, data.tags) == ("owner/name", ["lolcats", "softmax-control"])
-    assert "owner/first" not in text
+    assert not any(words in text for words in ("owner/first", "Limits"))
 
 
 def test_no_file_names_a_folder_of_this_machine(finished):

@@ -66,6 +66,7 @@ def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
         (["m", "--data", "d", "-o", "out", "--set", "transfer.lr"], "expected section.key=value"),
         (["m", "--data", "d", "-o", "out", "--set", "transfer.rate=1"], "transfer.rate"),
         (["m", "--data", "d", "-o", "out", "--micro-batch-size", "3"], "not a multiple of micro_batch_size=3"),
+        (["m", "--data", "d", "--dry-run", "--set", "data.sequence_length=256"], "data.sequence_length=256 in stage"),
         (["m", "--data", "d", "-o", "out", "--exact", "few"], "exact='few': expected a KV head"),
         (["--resume"], "--resume needs the folder"),
         (["-o", "nowhere", "--resume"], "nothing to resume"),

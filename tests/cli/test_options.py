@@ -86,5 +86,5 @@ def test_options_for_both_stages_reach_a_stages_own_data_and_the_gates():
     assert (config.transfer.micro_batch_size, config.gates.micro_batch_size) == (2, 1)
     config = given({"sequence_length": 4096, "max_steps": 700, "batch_size": 4, "micro_batch_size": 4})
     assert (config.gates.sequence_length, config.gates.max_steps, config.gates.micro_batch_size) == (4096, 300, 1)
-    assert given({"sequence_length": 128}).gates.sequence_length == 512  # no less holds a table
+    assert given({"sequence_length": 128}, "lolcats-linear").gates.sequence_length == 512  # no less holds a table
     assert given({"max_steps": 7}, overrides=("gates.max_steps=9",)).gates.max_steps == 9  # --set wins

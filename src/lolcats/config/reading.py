@@ -78,8 +78,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """The message for the user: each wrong field, what is wrong, what it got, and a misspelt one's neighbours."""
     lines = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or "config"
-        got = item["input"]
+        where, got = ".".join(map(str, item["loc"])) or "config", item["input"]
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             lines.append(f"  {where}: there is no such field; {_suggestion(where, field_names(root))}")
         else:

@@ -14,6 +14,7 @@ from pydantic import model_validator
 from lolcats.config.attention import AttentionConfig
 from lolcats.config.reading import read_yaml, validated
 from lolcats.config.sections import (
+    SHORTEST_TEXT,
     AdjustSection,
     DataSection,
     DataSource,
@@ -86,9 +87,15 @@ class LinearizeConfig(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> LinearizeConfig:
-        refused = self.refused_in_blocks()
-        if refused is not None and self.transfer.enabled and self.transfer.block_mode != "joint":
+        if self.transfer.enabled and self.transfer.block_mode != "joint" and (refused := self.refused_in_blocks()):
             raise ValueError(refused)
+        for stage in ("transfer", "adjust"):
+            data, trains = self.data_of(stage), getattr(self, stage).enabled
+            if trains and data.sequence_length < SHORTEST_TEXT and "retrieval" in [x.path for x in data.sources]:
+                raise ValueError(
+                    f"data.sequence_length={data.sequence_length} in stage {stage}, whose source retrieval needs at"
+                    f" least {SHORTEST_TEXT}: raise it, or leave that source out, as the recipe lolcats-linear does"
+                )
         return self
 
     def refused_in_blocks(self) -> str | None:
@@ -149,8 +156,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = ""
     """One line for each key, written `section.key`, whose plain values differ."""
     lines = []
     for key in sorted(set(saved) | set(current)):
-        old = saved.get(key)
-        new = current.get(key)
+        old, new = saved.get(key), current.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             lines += differences(old, new, f"{prefix}{key}.")
         elif old != new:

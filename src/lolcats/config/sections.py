@@ -233,9 +233,7 @@ class GatesSection(OptimSection):
         if not self.enabled:
             raise ValueError("enabled: gates are learned where attention.exact is a budget (12%); change that")
         if self.epochs != OptimSection().epochs:
-            raise ValueError(
-                f"epochs={self.epochs:g}: their texts are generated, as many as max_steps ask for; set that"
-            )
+            raise ValueError(f"epochs={self.epochs:g}: texts are generated, as many as max_steps ask for; set that")
         return self
 
     def fitting_length(self, positions: int) -> int:
@@ -274,10 +272,7 @@ class AdjustSection(OptimSection):
                 " would learn nothing; set distill_factor=0"
             )
         if self.feature_lr is not None and not self.train_feature_maps:
-            raise ValueError(
-                f"feature_lr={self.feature_lr:g} is the rate of feature maps, which are not trained; set"
-                " train_feature_maps=true, or leave it out"
-            )
+            raise ValueError(f"feature_lr={self.feature_lr:g}, but train_feature_maps=false: set it, or omit the rate")
         return self
 
 

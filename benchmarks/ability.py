@@ -3,7 +3,7 @@
     python benchmarks/ability.py MODEL... --data FOLDER --json FILE     (folders or hub ids, linearized or not)
 
 FOLDER has humaneval/test, gsm8k/{test,train}, mmlu/{test,dev}, wikitext2/validation (openai_humaneval, openai/gsm8k,
-cais/mmlu, EleutherAI/wikitext_document_level) and wikitext2/haystack (rows of `text`) as .jsonl.gz. The engine answers,
+cais/mmlu, EleutherAI/wikitext_document_level) and wikitext2/haystack (pages as text) as .jsonl.gz. The engine answers,
 greedily, in the chat template. HumanEval runs the programs that the model writes: use a machine that may be lost.
 """
 

@@ -1,6 +1,6 @@
 """Recall of a softmax model whose cache keeps a share of its tokens, chosen by SnapKV, Expected Attention or KVzip.
 
-    python benchmarks/compressed.py MODEL --json FILE        (needs NVIDIA's kvpress)
+    python benchmarks/compressed.py MODEL --json FILE        (kvpress 0.5.5, transformers 5.17)
 
 The cache is compressed once, when the text and its first question are read; what follows is teacher-forced, as in
 `lolcats eval --tasks recall`. `lolcats-hybrid` takes 0.19 of the softmax cache at 8192 tokens.

@@ -89,13 +89,13 @@ def _answers() -> bool:
         return False
 
 
-def pieces(tokenizer: str, text: Path, tokens: int, count: int) -> str:
-    """A file of prompts: pieces of a text at random places."""
+def pieces(tokenizer: str, text: Path, row: tuple[int, ...]) -> str:
+    """A file of a row's prompts: pieces of a text at random places."""
     from transformers import AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(tokenizer)
     ids = words(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-    draw = random.Random(f"{tokens} {count}")
+    (_, _, tokens, _, count), draw = row, random.Random(str(row))
     starts = [draw.randrange(len(ids) - tokens) for _ in range(count)]
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False) as file:
         file.writelines(json.dumps({"prompt": words.decode(ids[start : start + tokens])}) + "\n" for start in starts)
@@ -109,12 +109,12 @@ def measure(tokenizer: str, row: tuple[int, ...], text: Path | None = None) -> d
 
     clients, shared, prompt, new, requests = row
     command = ["--base-url", f"http://127.0.0.1:{PORT}", "--model", "m", "--tokenizer", tokenizer, "--ignore-eos"]
-    command += ["--max-concurrency", str(clients), "--num-prompts", str(requests)]
+    command += ["--max-concurrency", str(clients), "--num-prompts", str(requests), "--seed", str(sum(row))]
     if text is None:
         command += ["--dataset-name", "random", "--random-prefix-len", str(shared), "--random-input-len", str(prompt)]
         command += ["--random-output-len", str(new)]
     else:
-        command += ["--dataset-name", "custom", "--dataset-path", pieces(tokenizer, text, prompt, requests)]
+        command += ["--dataset-name", "custom", "--dataset-path", pieces(tokenizer, text, row)]
         command += ["--custom-output-len", str(new), "--skip-chat-template"]
     serve.add_cli_args(parser := FlexibleArgumentParser())
     found = serve.main(parser.parse_args([*command, "--disable-tqdm"]))

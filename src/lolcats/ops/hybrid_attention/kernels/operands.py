@@ -175,23 +175,23 @@ class KernelShape(NamedTuple):
             BLOCKS=config.window_blocks,
             SINKS=config.sinks,
             C=STATE_CHUNK,
-            DB=padded(head_dim),
-            PB=_projection_block(columns, head_dim, dtype, wide=inner or config.sinks > 0),
+            DB=_half_precision_block(head_dim, 64, dtype),
+            PB=_half_precision_block(columns, min(padded(head_dim), 64) if inner or config.sinks > 0 else 0, dtype),
             SB=padded(config.sinks) if config.sinks > 0 else 0,
             WINDOW=_window_columns(config),
         )
 
 
-def _projection_block(columns: int, head_dim: int, dtype: torch.dtype, *, wide: bool) -> int:
-    """Columns of a tile of projections.
+def _half_precision_block(columns: int, least: int, dtype: torch.dtype) -> int:
+    """Columns of a tile of projections, keys or values: `least` or more where they are in half precision.
 
-    ptxas 12.8, which Triton 3.6 compiles for Hopper with, leaves the address of a tile of fewer than 64
-    half-precision columns unset in kernels that multiply by such a tile after the loop over the window: products
-    with the feature maps' weights then read outside of shared memory, or give wrong sums. In its machine code
-    this happened with sinks, with or without inner keys; both take 64 columns. ptxas 12.9 has no such fault.
+    ptxas 12.8, which Triton 3.6 compiles for Hopper with, leaves addresses of tiles of fewer than 64 half-precision
+    columns unset in kernels that multiply by such a tile after the loop over the window: products then read outside of
+    shared memory, or others' rows. In its machine code this happened to feature maps' weights, with sinks or inner
+    keys, and to 32 columns of states of 256 features. ptxas 12.9 has no such fault.
     """
-    if wide and dtype != torch.float32 and not INTERPRETED:
-        return max(padded(columns), min(padded(head_dim), 64))
+    if dtype != torch.float32 and not INTERPRETED:
+        return max(padded(columns), least)
     return padded(columns)
 
 

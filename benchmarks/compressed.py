@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,18 @@ from bench_tools import describe
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from lolcats.data.retrieval import RetrievalWriter
-from lolcats.modeling.compat import CACHE
 from lolcats.provenance import provenance
 
 PRESSES = {"SnapKV": "SnapKVPress", "Expected Attention": "ExpectedAttentionPress", "KVzip": "KVzipPress"}
 
 
 def follow_transformers(press: type) -> None:
-    """Newer versions call the cache otherwise and pass no positions."""
+    """transformers 5.17 passes no positions."""
     plain = press.forward_hook
 
     def forward_hook(self: Any, module: Any, given: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        cache = kwargs.get("past_key_values") or kwargs.get("cache")
-        last = torch.tensor([cache.layers[module.layer_idx].keys.shape[2] - 1])
-        return plain(self, module, given, kwargs | {"past_key_values": cache, "cache_position": last}, output)
+        last = torch.tensor([kwargs["past_key_values"].layers[module.layer_idx].keys.shape[2] - 1])
+        return plain(self, module, given, kwargs | {"cache_position": last}, output)
 
     press.forward_hook = forward_hook
 
@@ -41,7 +40,7 @@ def given_answers(model: Any, press: Any, sample: Any) -> list[bool]:
     """Which of a text's answers the model gives."""
     ids_1T = torch.from_numpy(sample.token_ids).long()[None].to(model.device)
     first = int((sample.answer >= 0).argmax())
-    cache = {CACHE: DynamicCache()}
+    cache = {"past_key_values": DynamicCache()}
     with press(model):
         model.model(input_ids=ids_1T[:, : first - 1], **cache)
     positions = torch.arange(first - 1, ids_1T.shape[1] - 1, device=model.device)[None]
@@ -65,7 +64,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype="auto", device_map="auto").eval()
     write = RetrievalWriter(tokenizer, "test", "demo", begin_token=True).write
-    report: dict[str, Any] = {"provenance": provenance(), "model": given.model, "rows": []}
+    report: dict[str, Any] = {"provenance": provenance(), "kvpress": version("kvpress"), "model": given.model}
     plan = [(name, share, length) for length in given.lengths for name in PRESSES for share in given.shares]
     for kind in ("needle", "needles"):
         for name, share, length in plan:
@@ -77,7 +76,7 @@ def main() -> None:
                 row |= {"samples": given.samples, "first": sum(answers[0] for answers in found) / len(found)}
             except Exception as error:  # the other rows are still worth something
                 row["error"] = describe(error)
-            report["rows"].append(row)
+            report.setdefault("rows", []).append(row)
             print(*row.values(), flush=True)
             given.json.write_text(json.dumps(report, indent=1))
 

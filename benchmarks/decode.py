@@ -63,7 +63,6 @@ NOTES = {
     " blocks; without read_prompts, one prompt is read and its slot copied to all",
 }
 PREFILL_TURNS, RUNS_IN_TURN = 5, 4  # of calls that take less than a second; else one
-ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
 _GPU = torch.cuda.is_available()
 
 
@@ -80,6 +79,7 @@ class DecodeBench:
     new_tokens: int = 4096  # for which a sequence has room
     blocks: int = 2  # terraced blocks over which steps are timed
     prefill_lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 131072) if _GPU else (256, 1024)
+    answer_tokens: int = 1  # of generate()
     prefill_chunk: int = 8192 if _GPU else 256  # tokens of one forward pass, over all its sequences
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     dtype: str = "bfloat16" if _GPU else "float32"
@@ -281,8 +281,11 @@ def prefill(session: Session) -> None:
             (row,) = _in_turn({heads: lambda _: read()}, session, token_1T).values()
             return row() | {"chunk": min(chunk, len(tokens))}
 
+    answer: dict[str, Any] = dict.fromkeys(("max_new_tokens", "min_new_tokens"), bench.answer_tokens)
+    answer |= {"do_sample": False, "pad_token_id": 0}
+
     def generated(token_1T: torch.Tensor) -> None:
-        session.model().generate(token_1T, **ONE_TOKEN)
+        session.model().generate(token_1T, **answer)
 
     def original(token_1T: torch.Tensor) -> None:
         with original_attention(session.model()) as base:
@@ -292,7 +295,7 @@ def prefill(session: Session) -> None:
         with original_attention(session.model()) as base:
             vars(base)["_validate_model_kwargs"] = lambda given: None  # which refuses what only layers take
             try:
-                base.generate(token_1T, attention_call=SOFTMAX, **ONE_TOKEN)
+                base.generate(token_1T, attention_call=SOFTMAX, **answer)
             finally:
                 del vars(base)["_validate_model_kwargs"]
 

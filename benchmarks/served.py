@@ -97,9 +97,9 @@ def pieces(tokenizer: str, text: Path, row: tuple[int, ...]) -> str:
     ids = words(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     (_, _, tokens, _, count), draw = row, random.Random(str(row))
     starts = [draw.randrange(len(ids) - tokens) for _ in range(count)]
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False) as file:
-        file.writelines(json.dumps({"prompt": words.decode(ids[start : start + tokens])}) + "\n" for start in starts)
-    return file.name
+    lines = [json.dumps({"prompt": words.decode(ids[start : start + tokens])}) + "\n" for start in starts]
+    (file := Path(tempfile.gettempdir(), "lolcats_served.jsonl")).write_text("".join(lines), encoding="utf-8")
+    return str(file)
 
 
 def measure(tokenizer: str, row: tuple[int, ...], text: Path | None = None) -> dict[str, Any]:

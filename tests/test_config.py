@@ -24,7 +24,7 @@ def test_switches(stage, field):
     ("values", "message"),
     [
         ({"adjust": {"softmax_control": True, "distill_factor": 1.0}}, "the control is its own teacher"),
-        ({"adjust": {"feature_lr": 1e-3}}, "feature_lr=0.001, but train_feature_maps=false: set it"),
+        ({"adjust": {"feature_lr": 1e-3}}, "feature_lr=0.001 with train_feature_maps=false: change that"),
         ({"data": {"sources": [{"path": "demo", "loss_on": "prompt"}]}}, "data.sources.0.loss_on"),
         ({"gates": {"enabled": False}}, "gates: enabled"),
         ({"gates": {"epochs": 3}}, "gates: epochs"),

@@ -272,7 +272,7 @@ class AdjustSection(OptimSection):
                 " would learn nothing; set distill_factor=0"
             )
         if self.feature_lr is not None and not self.train_feature_maps:
-            raise ValueError(f"feature_lr={self.feature_lr:g}, but train_feature_maps=false: set it, or omit the rate")
+            raise ValueError(f"feature_lr={self.feature_lr:g} with train_feature_maps=false: change that, or omit it")
         return self
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -140,25 +140,21 @@ def _pair(text: str) -> tuple[int, int]:
 # --- models -------------------------------------------------------------------------------------------------------
 
 
-def random_model(
-    shape: str,
-    attention: AttentionConfig,
-    *,
-    tokens: int,
-    dtype: str,
-    device: str,
-    use_cache: bool = True,
-) -> LolcatsForCausalLM:
-    """A linearized model of a known shape with random weights, made on the device in its type.
-
-    Args:
-        tokens: longest sequence, `max_position_embeddings`; at least 2048.
-    """
+def random_original(shape: str, *, tokens: int, dtype: str, device: str, use_cache: bool = True) -> PreTrainedModel:
+    """A softmax model of a known shape with random weights, made on the device in its type; `tokens` as below."""
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=max(tokens, 2048), use_cache=use_cache)
     torch.manual_seed(0)
     with torch.device(device):
-        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    return convert(base.eval(), attention)
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+def random_model(shape: str, attention: AttentionConfig, **sizes: Any) -> LolcatsForCausalLM:
+    """A linearized model of a known shape with random weights.
+
+    Args:
+        sizes: of `random_original`; tokens: longest sequence, `max_position_embeddings`; at least 2048.
+    """
+    return convert(random_original(shape, **sizes), attention)
 
 
 def weight_gib(shape: str, dtype: str) -> float:

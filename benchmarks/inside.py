@@ -26,7 +26,7 @@ from lolcats.conversion import convert
 from lolcats.data import build_evaluation_dataset
 from lolcats.data.templates import ALPACA_PROMPT
 from lolcats.evaluation.load import load_model
-from lolcats.modeling.call import SOFTMAX, AttentionCall, Observed
+from lolcats.modeling.attention import SOFTMAX, AttentionCall, Observed
 from lolcats.ops import attention_weights
 from lolcats.provenance import provenance
 from lolcats.report import read_report, without_paths

@@ -35,7 +35,7 @@ from lolcats.config import AdjustSection, TransferSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.attention import SOFTMAX
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.plan import SHAPES

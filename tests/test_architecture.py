@@ -18,7 +18,6 @@ LAYERS = [
     ["lolcats.errors"],
     ["lolcats.config"],
     ["lolcats.ops"],
-    ["lolcats.modeling.heads"],
     ["lolcats.modeling.layer"],
     ["lolcats.modeling"],
     ["lolcats.conversion"],

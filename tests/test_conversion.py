@@ -18,7 +18,7 @@ from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.conversion import check_architecture, convert, fit_positions, keep_softmax
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
-from lolcats.modeling.compat import CACHE
+from lolcats.modeling.cache import CACHE
 from lolcats.modeling.loading import load_base_model, load_skeleton, locate, resolve_device
 
 SMALL = COMMON | {"vocab_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 64, "eos_token_id": 2}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_NAME
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.heads import named_heads
 from lolcats.modeling.loading import Source, locate
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import AttentionLayer, probe
@@ -282,3 +281,23 @@ def _exact_heads(
     kept |= {index for index in heads if kinds and kinds[index] == CHUNKED}
     exact |= {index: set(range(heads[index])) for index in kept}
     return {index: tuple(sorted(found)) for index, found in exact.items()}, choice
+
+
+def named_heads(names: Iterable[str], num_kv_heads: Mapping[int, int], model: str) -> dict[int, set[int]]:
+    """The heads of each layer that are named as in `AttentionConfig.exact`: 7.2, 7, 0-7."""
+    found: dict[int, set[int]] = {index: set() for index in num_kv_heads}
+    for name in names:
+        layer, _, head = name.partition(".")
+        first, _, last = layer.partition("-")
+        layers = range(int(first), int(last or first) + 1)
+        if not layers or not num_kv_heads.keys() >= set(layers):
+            most = max(num_kv_heads)
+            known = f"0 to {most}" if len(num_kv_heads) > most else ", ".join(map(str, num_kv_heads))
+            raise UserError(f"exact={name}: {model} has attention in the layers {known}")
+        if head and int(head) >= num_kv_heads[layers[0]]:
+            raise UserError(
+                f"exact={name}: layer {layer} of {model} has the KV heads 0 to {num_kv_heads[layers[0]] - 1}"
+            )
+        for index in layers:
+            found[index] |= {int(head)} if head else set(range(num_kv_heads[index]))
+    return found

@@ -24,9 +24,9 @@ from lolcats.data import build_datasets
 from lolcats.data.cache import content_hash
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.balance import balance_keys
 from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_sizes, heads_in_budget
-from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM

@@ -15,7 +15,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
-from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.attention import AttentionCall
 from lolcats.ops import Scoring
 
 FULL = {"layer_types": ["full_attention"] * 2}

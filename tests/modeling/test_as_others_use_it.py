@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, pipeline
 from transformers.cache_utils import QuantizedLayer
 
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.attention import SOFTMAX
 
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 

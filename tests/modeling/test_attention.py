@@ -7,7 +7,7 @@ import torch
 from family_models import TOLERANCE
 
 from lolcats.modeling import attention
-from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
 LENGTHS = [7, 1, 12]

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Ll
 from lolcats.config import AdjustSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
+from lolcats.modeling.attention import SOFTMAX
 from lolcats.modeling.balance import balance_keys
-from lolcats.modeling.call import SOFTMAX
 from lolcats.training.lora import add_lora
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}

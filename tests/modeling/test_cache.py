@@ -5,8 +5,8 @@ import torch
 from family_models import TOLERANCE
 from transformers import DynamicCache, StaticCache
 
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.cache import ExactCacheLayer
-from lolcats.modeling.call import SOFTMAX, AttentionCall
 
 
 @pytest.fixture

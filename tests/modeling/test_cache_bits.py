@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from lolcats.config import AdjustSection
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.attention import SOFTMAX
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack, unpack
 from lolcats.training.lora import add_lora
 

@@ -8,8 +8,8 @@ from family_models import TOLERANCE
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
-from lolcats.modeling.call import SOFTMAX, AttentionCall
 
 EXACT = ["0.1", "1.0"]
 

@@ -8,8 +8,8 @@ from softmax_written_out import written_out
 from lolcats.errors import UserError
 from lolcats.modeling import attention as attention_module
 from lolcats.modeling import softmax
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.cache_size import cache_bytes, cache_sizes, window_in_budget
-from lolcats.modeling.call import SOFTMAX, AttentionCall
 
 WINDOW, SINKS = 5, 2
 EXACT = ["0.1", "1"]  # a layer of both kinds, and one of exact heads alone

@@ -13,7 +13,7 @@ from lolcats.config import AdjustSection, TransferSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.attention import SOFTMAX
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.finetune import AdjustStage
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.config import AdjustSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.attention import SOFTMAX
 from lolcats.modeling.fused import FAMILIES, fused_kernels, liger_kernels, lora_in_model_type
 from lolcats.training.lora import add_lora
 

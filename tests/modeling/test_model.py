@@ -12,7 +12,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
-from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 
 

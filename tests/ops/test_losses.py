@@ -8,7 +8,7 @@ from kit import CONFIGS, DEVICE, Case, Row, alone, assert_near, borders, exact, 
 
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops import Scoring, attention_weights, output_mse, weights_cross_entropy
-from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
+from lolcats.ops.hybrid_attention.state import DENOMINATOR_FLOOR
 
 SCALE = 0.4
 TOKENS, BLOCK = 70, 32  # the last block is shorter

@@ -33,7 +33,7 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
     steps, kernels, heads, kv_heads = 0, {}, None, case.k.shape[1]
     if backend == "triton":
         from lolcats.ops.hybrid_attention.kernels.decode import triton_step
-        from lolcats.ops.hybrid_attention.kernels.prefill import prefill
+        from lolcats.ops.hybrid_attention.kernels.op import prefill
 
         own = {"config": case.config, "params": case.params}
         kernels = {"step": partial(triton_step, **own), "prefill": partial(prefill, **own)}

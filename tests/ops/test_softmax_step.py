@@ -8,7 +8,7 @@ from torch import Tensor
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops import Scoring
 from lolcats.ops.eight_bits import is_packed, pack, unpack
-from lolcats.ops.hybrid_attention.kernels import splits
+from lolcats.ops.hybrid_attention.kernels import softmax_step as kernel
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step
 
 KEYS = 300  # of a slot, in three splits
@@ -80,7 +80,7 @@ class Slots:
     ids=["float32", "bfloat16", "ungrouped", "large group, sinks, softcap", "8 bits", "8 bits, bfloat16"],
 )
 def test_each_row_sees_its_keys(settings):
-    assert splits.splits_of_a_row(len(LENGTHS) * 2, KEYS) == 3
+    assert kernel.splits_of_a_row(len(LENGTHS) * 2, KEYS) == 3
     Slots(**settings).check()
 
 
@@ -106,10 +106,10 @@ def test_large(dtype, head_dim, heads, kv_heads, packed):
 
 def test_many_splits_of_short_rows(monkeypatch):
     """Most have no keys; long rows and few of them are split most."""
-    assert [splits.splits_of_a_row(rows, 8192) for rows in (1, 64, 640, 5000)] == [64, 33, 4, 1]
-    assert [splits.splits_of_a_row(1, keys) for keys in (1, 10**6)] == [1, 128]
-    monkeypatch.setattr(splits, "LEAST_KEYS", 8)
-    assert splits.splits_of_a_row(2, KEYS) == 38
+    assert [kernel.splits_of_a_row(rows, 8192) for rows in (1, 64, 640, 5000)] == [64, 33, 4, 1]
+    assert [kernel.splits_of_a_row(1, keys) for keys in (1, 10**6)] == [1, 128]
+    monkeypatch.setattr(kernel, "LEAST_KEYS", 8)
+    assert kernel.splits_of_a_row(2, KEYS) == 38
     Slots((3, 100), heads=2, kv_heads=1).check()
 
 

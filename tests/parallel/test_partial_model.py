@@ -17,7 +17,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling import loading
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.attention import SOFTMAX
 from lolcats.modeling.decoder import decoder_layers, embedding_name, run_layers
 from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.parallel.blockwise.layers import divide

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lolcats.errors import UserError
-from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.attention import AttentionCall
 from lolcats.training.finetune import label_rows
 from lolcats.training.head import LanguageHead, find_head
 from lolcats.training.stage import set_weights, weights_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
-from lolcats.modeling.call import AttentionCall, Observed
+from lolcats.modeling.attention import AttentionCall, Observed
 from lolcats.training.stage import weights_of
 
 

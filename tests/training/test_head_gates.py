@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from lolcats.config import GatesSection
 from lolcats.errors import UserError
+from lolcats.modeling.attention import AttentionCall
 from lolcats.modeling.cache_size import heads_in_budget
-from lolcats.modeling.call import AttentionCall
 from lolcats.training.head_gates import GateStage, by_gate
 from lolcats.training.loop import Trainer, train
 

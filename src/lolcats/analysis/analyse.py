@@ -21,7 +21,7 @@ from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model, with_begin_token
 from lolcats.evaluation.perplexity import batches_of
-from lolcats.modeling.call import AttentionCall, Observed
+from lolcats.modeling.attention import AttentionCall, Observed
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops import attention_weights
 from lolcats.provenance import provenance

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.attention import AttentionCall
 from lolcats.parallel.group import SINGLE, Group
 
 SEQUENCES = 4

@@ -17,7 +17,7 @@ from torch import Tensor
 from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import batches_of
-from lolcats.modeling.call import AttentionCall, Observed
+from lolcats.modeling.attention import AttentionCall, Observed
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.softmax import softmax_attention
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, pad
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
 from lolcats.errors import UserError
-from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.attention import AttentionCall
 from lolcats.parallel.group import SINGLE, Group
 
 

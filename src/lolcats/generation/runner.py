@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from lolcats.errors import UserError
 from lolcats.generation.slots import SlotCache
-from lolcats.modeling.cache import recurrent_layers
-from lolcats.modeling.call import AttentionCall, Rows
+from lolcats.modeling.attention import AttentionCall
+from lolcats.modeling.cache import Rows, recurrent_layers
 from lolcats.modeling.compiled import CompiledLayers
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.graphs import Graphs

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from lolcats.errors import UserError
-from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer
-from lolcats.modeling.call import ATTENTION_CALL, AttentionCall, Rows
+from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall
+from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows
 
 
 class SlotCache(Cache):

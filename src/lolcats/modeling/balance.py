@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lolcats.config.attention import LayerHeads
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.attention import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
 
 DEVIATIONS = 3.0

@@ -7,27 +7,50 @@ and uses some in each pass (`Rows`).
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from lolcats.modeling.call import Rows
-from lolcats.modeling.compat import is_placeholder
 from lolcats.modeling.softmax import Visible
 from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import is_packed, pack
 from lolcats.ops.hybrid_attention.api import has_kernel
-from lolcats.ops.hybrid_attention.kernels.support import supports_store_tokens
+from lolcats.ops.hybrid_attention.kernels import supports_store_tokens
 
 UNBOUNDED = 1 << 40  # tokens of a window that sees everything
 LEAST_PLACES = 32
+
+# What the supported releases of transformers call differently is told by what they have rather than by their number.
+# Keyword under which models take their cache and return it: "cache", until 5.23 "past_key_values".
+_KEYWORDS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _KEYWORDS else "past_key_values"
+
+# All names under which modules have taken it; GPT-NeoX's layers say layer_past.
+CACHE_NAMES = (CACHE, "past_key_values", "layer_past")
+
+# What stands in a cache for a layer that keeps nothing: one with another layer's keys, or without attention. Until 5.22
+# there was none.
+PLACEHOLDER: Any = getattr(cache_utils, "DummyLayer", ())
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """The cache among a module's keyword arguments, under whichever name."""
+    found = (arguments.get(name) for name in CACHE_NAMES)
+    return next((cache for cache in found if cache is not None), None)
+
+
+def shares_keys(module: nn.Module) -> bool:
+    """Whether an attention module attends over the keys and values of an earlier layer (Gemma 3n and 4)."""
+    return bool(getattr(module, "is_kv_shared_layer", False))
 
 
 def recurrent_layers(config: PreTrainedConfig) -> list[int]:
@@ -41,8 +64,59 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
     return [
         index
         for index, layer in enumerate(layers)
-        if not isinstance(layer, CacheLayerMixin) and not (is_placeholder(layer) and sharing.get(index))
+        if not isinstance(layer, CacheLayerMixin) and not (isinstance(layer, PLACEHOLDER) and sharing.get(index))
     ]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The sequences of a pass, and the rows of a cache to which their tokens are added.
+
+    Without `cu_seqlens` each row of the batch is a sequence, of as many tokens as the others; with them the tokens are
+    one packed row.
+
+    Attributes:
+        past, end: tokens that the longest row holds before and after, padding included, or more.
+        past_B: int64, tokens that each row held before, without padding; negative: it does not exist. None: all held
+            `past`.
+        row_B: int64, the cache's row of each sequence; None: all, in their order.
+        adjacent: these rows as a slice, if nothing is packed; None: they are not adjacent.
+        fresh: no row has held a token.
+        cu_seqlens: int32 [sequences + 1], borders in a row of N tokens, from 0; padding may follow.
+        host: on the host `cu_seqlens`, and (row, tokens) of each sequence before the pass; None: it does not know them,
+            and there is one sequence, which is fresh.
+        shared: what layers computed from these numbers, for others like them.
+    """
+
+    past: int
+    end: int
+    past_B: Tensor | None = None
+    row_B: Tensor | None = None
+    adjacent: slice | None = field(default_factory=lambda: slice(None))
+    fresh: bool = False
+    cu_seqlens: Tensor | None = None
+    host: tuple[list[int], list[tuple[int, int]]] | None = None
+    shared: dict[Hashable, Any] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def packed(cls, held: list[tuple[int, int]], count: list[int], past: int, end: int, device: torch.device) -> Rows:
+        """Of sequences that get `count` tokens more."""
+        borders, (row_B, past_B) = [0, *accumulate(count)], torch.tensor(held, device=device).T
+        fresh, cu_seqlens = not any(past for _, past in held), torch.tensor(borders, dtype=torch.int32, device=device)
+        return cls(past, end, past_B, row_B, None, fresh, cu_seqlens, (borders, held))
+
+    @property
+    def step(self) -> bool:
+        """Whether there is one token a row; states are written while layers run."""
+        return self.cu_seqlens is None and self.end - self.past == 1
+
+    def on(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`past_B` and `row_B` of `batch` rows, on a device."""
+        if device not in self.shared:
+            past_B = torch.full((batch,), self.past, device=device) if self.past_B is None else self.past_B
+            row_B = torch.arange(len(past_B), device=device) if self.row_B is None else self.row_B
+            self.shared[device] = past_B.to(device), row_B.to(device)
+        return self.shared[device]
 
 
 class AttentionCacheLayer(CacheLayerMixin):

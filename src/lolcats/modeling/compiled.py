@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lolcats.modeling.attention import lolcats_attention
-from lolcats.modeling.cache_hooks import provide_cache_layer, shares_keys
-from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
-from lolcats.modeling.compat import CACHE_NAMES
+from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall, lolcats_attention, provide_cache_layer
+from lolcats.modeling.cache import CACHE_NAMES, shares_keys
 from lolcats.modeling.model import LolcatsForCausalLM
 
 # One row's products are then reductions, which read weights faster than cuBLAS. Small models wait for launches: those

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from lolcats.errors import UserError
-from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
+from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 
 HIDDEN = "hidden_states"

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer
-from lolcats.modeling.call import ATTENTION_CALL, AttentionCall, Rows
-from lolcats.modeling.compat import given_cache
+from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall
+from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, given_cache
 
 TOKENS_AHEAD = 1024  # for which exact heads get memory at once
 _TENSORS = {"input_ids", "attention_mask", "position_ids"}

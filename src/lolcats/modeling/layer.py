@@ -1,9 +1,10 @@
-"""The parameters that linearizing adds to one attention layer."""
+"""The parameters that linearizing adds to one attention layer, and which of its heads they are for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,10 +13,56 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.modeling.heads import HeadSplit
 from lolcats.ops import HybridParams, HybridState, Scoring, hybrid_attention, output_mse, weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
-from lolcats.ops.hybrid_attention.kernels.support import supports
+from lolcats.ops.hybrid_attention.kernels import supports
+
+
+class HeadSplit:
+    """Exact and linear heads of one layer: taking them apart and putting them together again.
+
+    The weights keep the order of the base model, in which heads of one kind mostly stand together; so a few slices
+    are joined here, and any family's projections can stay as they are. Tensors are [B, H, T, D] of query heads or
+    [B, G, T, D] of KV heads; a KV head g has the query heads g * H / G and on.
+    """
+
+    def __init__(self, num_kv_heads: int, exact: Sequence[int] = ()) -> None:
+        self.exact = tuple(exact)
+        self.linear = tuple(head for head in range(num_kv_heads) if head not in self.exact)
+        self.num_kv_heads = num_kv_heads
+        kinds = groupby(range(num_kv_heads), key=lambda head: head in self.exact)
+        self._runs = [len(list(heads)) for _, heads in kinds]  # of heads of one kind, which take turns
+        self._exact = slice(0 if 0 in self.exact else 1, None, 2)
+        self._linear = slice(1 - self._exact.start, None, 2)
+
+    def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
+        """The exact and the linear heads' parts of `x`, which has all heads in `dim`."""
+        pieces = _pieces(x, self._runs, self.num_kv_heads, dim)
+        return _joined(pieces[self._exact], dim), _joined(pieces[self._linear], dim)
+
+    def take_linear(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The linear heads' part of `x`."""
+        return _joined(_pieces(x, self._runs, self.num_kv_heads, dim)[self._linear], dim)
+
+    def join(self, exact: Tensor, linear: Tensor) -> Tensor:
+        """All heads in their order, from what both kinds computed [B, *, T, D]."""
+        pieces = [exact] * len(self._runs)
+        for kind, x, heads in ((self._exact, exact, self.exact), (self._linear, linear, self.linear)):
+            pieces[kind] = _pieces(x, self._runs[kind], len(heads), 1)
+        return torch.cat(pieces, 1)
+
+
+def _pieces(x: Tensor, runs: list[int], heads: int, dim: int) -> tuple[Tensor, ...]:
+    """`x`, which has `heads` KV heads in `dim`, taken apart into runs of heads."""
+    if len(runs) == 1:
+        return (x,)
+    size = x.shape[dim] // heads
+    # one split, whose backward is one concatenation, and not a slice for each piece
+    return tuple(torch.split_with_sizes(x, [count * size for count in runs], dim))
+
+
+def _joined(pieces: tuple[Tensor, ...], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 class HybridAttention(nn.Module):

@@ -17,12 +17,17 @@ from transformers.generation import GenerationMode
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.modeling.attention import ATTENTION_NAME, find_sequences, restore_batch
-from lolcats.modeling.cache import recurrent_layers
-from lolcats.modeling.cache_hooks import NOT_QUANTIZED, provide_cache_layer, run_all_tokens
+from lolcats.modeling.attention import (
+    ATTENTION_CALL,
+    ATTENTION_NAME,
+    NOT_QUANTIZED,
+    AttentionCall,
+    find_sequences,
+    provide_cache_layer,
+    restore_batch,
+)
+from lolcats.modeling.cache import CACHE, given_cache, recurrent_layers
 from lolcats.modeling.cache_size import window_in_budget
-from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
-from lolcats.modeling.compat import CACHE, given_cache
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.graphs import CapturedSteps
 from lolcats.modeling.layer import HybridAttention
@@ -78,8 +83,7 @@ class LolcatsPreTrainedModel(PreTrainedModel):
             if not layer.is_softmax:
                 module.linear_attention = added[layer.index]
         self._use(config.attention)
-        for hook in (find_sequences, run_all_tokens):
-            self.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
+        self.get_decoder().register_forward_pre_hook(find_sequences, with_kwargs=True)
         self.get_decoder().register_forward_hook(restore_batch, with_kwargs=True)
         self.post_init()
 

@@ -15,9 +15,8 @@ from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lolcats.config.attention import LayerHeads
-from lolcats.modeling.cache_hooks import shares_keys
-from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
-from lolcats.modeling.compat import CACHE, given_cache
+from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall
+from lolcats.modeling.cache import CACHE, given_cache, shares_keys
 
 logger = logging.getLogger(__name__)
 

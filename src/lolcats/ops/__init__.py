@@ -2,8 +2,7 @@
 
 from lolcats.ops.hybrid_attention.api import hybrid_attention
 from lolcats.ops.hybrid_attention.losses import attention_weights, output_mse, weights_cross_entropy
-from lolcats.ops.hybrid_attention.params import HybridParams, Scoring
-from lolcats.ops.hybrid_attention.state import HybridState, initial_state
+from lolcats.ops.hybrid_attention.state import HybridParams, HybridState, Scoring, initial_state
 
 __all__ = [
     "HybridParams",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
-from lolcats.modeling.call import SOFTMAX, AttentionCall, Observed
+from lolcats.modeling.attention import SOFTMAX, AttentionCall, Observed
 from lolcats.modeling.decoder import HIDDEN, decoder_layers, run_layers
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group

@@ -17,7 +17,7 @@ from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
 from lolcats.evaluation.perplexity import batches_of, dataset_perplexity, perplexity_of
-from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, kl_div, linear
 from torch.utils.checkpoint import checkpoint
 
-from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.sharding import gathered
 

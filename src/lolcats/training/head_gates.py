@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lolcats.config import GatesSection
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import batches_of
-from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered

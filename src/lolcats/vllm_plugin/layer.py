@@ -222,7 +222,7 @@ class PagedHybridAttention(nn.Module):
             self.kernels = {"attend": partial(hybrid_attention, **own)}
             if self.steps_in_pages:
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
-                from lolcats.ops.hybrid_attention.kernels.prefill import prefill
+                from lolcats.ops.hybrid_attention.kernels.op import prefill
 
                 self.kernels |= {"step": partial(triton_step, **own), "prefill": partial(prefill, **own)}
         return self.kernels

@@ -10,7 +10,7 @@ and entry e of an array delayed by d holding key e - d, the queries [n c, n c + 
 The masks inside a chunk are the same for every chunk; the last kind of keys is an exclusive cumulative sum
 of chunk states.
 
-Shape suffixes beyond those of `params`: E grid entries (E = N c), M rows of one chunk, (query heads of a
+Shape suffixes beyond those of `state`: E grid entries (E = N c), M rows of one chunk, (query heads of a
 key/value or state head) x c.
 """
 
@@ -30,8 +30,7 @@ from lolcats.ops.hybrid_attention.equation import (
     scores,
     softmax_weights,
 )
-from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens
+from lolcats.ops.hybrid_attention.state import HybridParams, HybridState, accumulation_dtype, push_tokens
 
 MIN_CHUNK_TOKENS = 64
 # Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
-from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
+from lolcats.ops.hybrid_attention.state import DENOMINATOR_FLOOR, HybridParams
 
 
 def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ def paged_attention(
         pages: states of the tokens' heads; those of the batch are written.
         attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens and return_state.
         step: `kernels.decode.triton_step` as a function of all but config and params; takes the batch's `steps`.
-        prefill: `kernels.prefill.prefill` as a function of all but config and params; takes all others.
+        prefill: `kernels.op.prefill` as a function of all but config and params; takes all others.
     """
     if batch.steps:
         assert step is not None

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.eight_bits import dense
-from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState
+from lolcats.ops.hybrid_attention.state import DENOMINATOR_FLOOR, HybridParams, HybridState
 
 
 def reference(

@@ -15,8 +15,7 @@ from lolcats.ops.hybrid_attention.equation import (
     scores,
     softmax_weights,
 )
-from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, ring_positions
+from lolcats.ops.hybrid_attention.state import HybridParams, HybridState, accumulation_dtype, ring_positions
 
 
 def step(

@@ -14,7 +14,7 @@ from lolcats.checkpoint.read import BaseCheckpoint, checkpoint_folder, weight_pa
 from lolcats.config import LinearizeConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
-from lolcats.modeling.cache_hooks import shares_keys
+from lolcats.modeling.cache import shares_keys
 from lolcats.modeling.decoder import decoder_layers, embedding_name
 from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.loading import load_skeleton, resolve_device

@@ -2,7 +2,7 @@
 
 The first has three kinds of programs, none of which waits for another. Some make the features of the queries, many
 sequences a program so that they share the weights; some add to S and z the tokens that leave the window; some make
-softmax sums of the exact keys (this token, sinks, ring), see `splits`. In the second launch a program takes one
+softmax sums of the exact keys (this token, sinks, ring), see `softmax_step`. In the second launch a program takes one
 sequence, one key/value head and some columns of the values: it joins those sums and adds what the state gives, which
 it reads once for all of the head's queries. Then it writes the token into ring and sinks.
 
@@ -37,7 +37,7 @@ from lolcats.ops.hybrid_attention.kernels.operands import (
     next_power_of_2,
     padded,
 )
-from lolcats.ops.hybrid_attention.kernels.splits import (
+from lolcats.ops.hybrid_attention.kernels.softmax_step import (
     Sums,
     add_split,
     add_tokens,
@@ -65,8 +65,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     store_vector,
 )
 from lolcats.ops.hybrid_attention.pages import PagedStep
-from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState
+from lolcats.ops.hybrid_attention.state import HybridParams, HybridState
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

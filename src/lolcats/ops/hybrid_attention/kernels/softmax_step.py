@@ -1,28 +1,171 @@
-"""One token of softmax attention, in two launches: the decoding step of exact heads on a GPU, see `splits`.
+"""One token of softmax attention, in two launches: the decoding step of exact heads on a GPU.
 
-Keys and values are read where they lie, as far as each row's length, on the device, says. Importing this module needs
-Triton.
+So that few sequences fill a GPU, several programs share the keys of one row and key/value head, and each reads its keys
+once for all query heads. What they found is joined in a later launch (Flash-Decoding,
+https://pytorch.org/blog/flash-decoding). Splits follow from shapes alone, so one CUDA graph serves all lengths. Keys
+and values are read where they lie, as far as each row's length, on the device, says. The step of hybrid attention
+(`decode`) splits its window alike. Importing this module needs Triton.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.operands import SIZES, in_log2, padded, rows
-from lolcats.ops.hybrid_attention.kernels.splits import (
-    Sums,
-    add_split,
-    join_splits,
-    joined_splits,
-    launch_of_splits,
-    splits_of_a_row,
-    store_split,
+from lolcats.ops.hybrid_attention.kernels.operands import SIZES, cdiv, in_log2, is_wide, padded, rows
+from lolcats.ops.hybrid_attention.kernels.tiles import (
+    _INTERPRETED,
+    _LOG2_E,
+    FLOOR,
+    dot,
+    fade_sums,
+    load_rows,
+    scaled_scores,
+    store_rows,
+    store_vector,
 )
-from lolcats.ops.hybrid_attention.kernels.tiles import FLOOR, load_rows, store_vector
-from lolcats.ops.hybrid_attention.params import Scoring
+from lolcats.ops.hybrid_attention.state import Scoring
+
+# Keys are split until there are this many programs, sixteen for each multiprocessor of a large GPU: rows of different
+# length, and a last wave that is not full, then cost little.
+ENOUGH_PROGRAMS = 2112
+LEAST_KEYS = 128  # of a split, in memory
+MOST_SPLITS = 128
+# Splits that are joined at once, and entries of their tile, at most.
+JOINED_SPLITS, JOINED_ENTRIES = 16, 4096
+
+
+class Sums(NamedTuple):
+    """Softmax sums of the query heads over each split's keys, float32."""
+
+    acc: Any  # [B, H, splits, D], of the values
+    total: Any  # [B, H, splits]
+    top: Any  # [B, H, splits], the largest score
+
+    @classmethod
+    def empty(cls, q: Tensor, heads: int, splits: int) -> Sums:
+        """Memory for those of the `heads` of `q` [B, ., 1, D]."""
+        sizes = len(q), heads, splits
+        return cls(*(q.new_empty(x, dtype=torch.float32) for x in ((*sizes, q.shape[3]), sizes, sizes)))
+
+
+def splits_of_a_row(rows: int, keys: int, enough: int = ENOUGH_PROGRAMS) -> int:
+    """How many programs share the keys of one row and key/value head.
+
+    Args:
+        rows: sequences times key/value heads.
+        keys: of a row, at most.
+        enough: programs; with fewer, rows are split.
+    """
+    return min(cdiv(enough, rows), max(cdiv(keys, LEAST_KEYS), 1), MOST_SPLITS)
+
+
+def launch_of_splits(q: Tensor) -> dict[str, int]:
+    """Size of a tile of keys, and keywords of the launch."""
+    wide = is_wide(q.shape[3], q.dtype)
+    return {"BN": 32 if wide else 64, "num_warps": 4, "num_stages": 2 if wide else 3}
+
+
+def joined_splits(rows: int, columns: int) -> int:
+    """Splits that a program joins at once, of tiles [rows, columns]; all are powers of two."""
+    return min(max(JOINED_ENTRIES // (rows * columns), 1), JOINED_SPLITS)
+
+
+@triton.jit
+def load_tokens(pointer, row_N, there_N, stride, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tile [N, COLUMNS] of keys or values in memory, zero where nothing is there, and the factors [N] of 8 bits."""
+    column, row_N = tl.arange(0, COLUMNS), row_N.to(tl.int64)
+    factor_N = tl.full(row_N.shape, 1.0, tl.float32)
+    if pointer.dtype.element_ty == tl.int8:
+        factor_N = tl.load((pointer + row_N * (D + 4) + D).to(tl.pointer_type(tl.float32)), mask=there_N, other=0.0)
+        stride = D + 4
+    mask = there_N[:, None]
+    if COLUMNS != D:
+        mask = mask & (column < D)[None, :]
+    return tl.load(pointer + row_N[:, None] * stride + column[None, :], mask=mask, other=0), factor_N
+
+
+@triton.jit
+def add_tokens(q_MD, k, v, row_N, seen_N, k_t, v_t, acc, total, top, scale, softcap, D: tl.constexpr):
+    """Running sums [M, D], [M] and maxima [M] after keys and values in memory. What is not seen is not read.
+
+    Factors of 8 bits are those of the scores and of the weights: the levels themselves are exact in any type.
+    """
+    k_ND, k_factor_N = load_tokens(k, row_N, seen_N, k_t, D, q_MD.shape[1])
+    v_ND, v_factor_N = load_tokens(v, row_N, seen_N, v_t, D, q_MD.shape[1])
+    kind: tl.constexpr = tl.float32 if _INTERPRETED else q_MD.dtype  # the interpreter has no bfloat16 of int8
+    dots = dot(q_MD, tl.trans(k_ND.to(kind))) * k_factor_N[None, :]
+    score = tl.where(seen_N[None, :], scaled_scores(dots, scale, softcap), float("-inf"))
+    top, finite_top, fade = fade_sums(top, tl.max(score, 1))
+    weight = tl.exp2(score - finite_top[:, None])
+    total = total * fade + tl.sum(weight, 1)
+    acc = dot((weight * v_factor_N[None, :]).to(q_MD.dtype), v_ND.to(kind), acc * fade[:, None])
+    return acc, total, top
+
+
+@triton.jit
+def add_split(
+    q_MD, k, v, k_t, v_t, split, splits, last, start, slots, acc, total, top, scale, softcap, BN: tl.constexpr, D
+):
+    """Running sums after one split of the keys and values in a ring in memory. What is not seen is not read.
+
+    k_t, v_t: entries from one token to the next. Position p lies in slot p % slots; that of the latest key is `last`,
+    that of the first key that is seen `start`.
+    """
+    filled = tl.minimum(last + 1, slots)
+    last_slot = tl.maximum(last, 0) % slots
+    low = start - last + last_slot  # slot of `start`, or below zero: behind the last slot, where older tokens are
+    left = (low + slots - last_slot - 1).to(tl.uint32)  # slots behind the last one with tokens from before `start`
+    low = tl.minimum(tl.maximum(low, 0), filled)
+    share = tl.cdiv(tl.cdiv(filled - low, splits), BN) * BN
+    begin = low + split * share
+    end = tl.minimum(begin + share, filled)
+    for first in tl.range(begin, end, BN):
+        slot_N = first + tl.arange(0, BN)
+        seen_N = (slot_N < end) & ((slot_N - last_slot - 1).to(tl.uint32, bitcast=True) >= left)
+        acc, total, top = add_tokens(q_MD, k, v, slot_N, seen_N, k_t, v_t, acc, total, top, scale, softcap, D)
+    return acc, total, top
+
+
+@triton.jit
+def store_split(sums, head, split, splits, acc, total, top, HEADS: tl.constexpr, D: tl.constexpr):
+    """The sums of HEADS query heads from the one that is number `head` of all rows' on."""
+    first = head * splits + split
+    row = tl.arange(0, acc.shape[0])
+    store_rows(sums.acc + first * D, acc, split * 0, splits * D, HEADS, 0, D)
+    tl.store(sums.total + first + row * splits, total, mask=row < HEADS)
+    tl.store(sums.top + first + row * splits, top, mask=row < HEADS)
+
+
+@triton.jit
+def join_splits(sums, head_M, there_M, splits, sink_logits, sink_M, column_V, D: tl.constexpr, BS: tl.constexpr):
+    """Sums [M, V], [M] of query heads over all splits, with the logits of sinks.
+
+    head_M: numbers of the heads among all rows'; sink_M: among the sinks' logits.
+    """
+    acc = tl.zeros([head_M.shape[0], column_V.shape[0]], tl.float32)
+    total = tl.zeros([head_M.shape[0]], tl.float32)
+    top = tl.full([head_M.shape[0]], float("-inf"), tl.float32)
+    if sink_logits is not None:
+        logit = tl.load(sink_logits + sink_M, mask=there_M, other=0.0).to(tl.float32)
+        top, total = logit * _LOG2_E, total + 1.0
+    for first in tl.range(0, splits, BS):
+        split = first + tl.arange(0, BS)
+        index_SM = head_M[None, :] * splits + split[:, None]
+        there_SM = there_M[None, :] & (split < splits)[:, None]
+        top_SM = tl.load(sums.top + index_SM, mask=there_SM, other=float("-inf"))
+        total_SM = tl.load(sums.total + index_SM, mask=there_SM, other=0.0)
+        there_SMV = there_SM[:, :, None] & (column_V < D)[None, None, :]
+        acc_SMV = tl.load(sums.acc + index_SM[:, :, None] * D + column_V[None, None, :], mask=there_SMV, other=0.0)
+        top, finite_top, fade = fade_sums(top, tl.max(top_SM, 0))
+        weight_SM = tl.exp2(top_SM - finite_top[None, :])
+        total = total * fade + tl.sum(weight_SM * total_SM, 0)
+        acc = acc * fade[:, None] + tl.sum(weight_SM[:, :, None] * acc_SMV, 0)
+    return acc, total
 
 
 @torch.compiler.disable

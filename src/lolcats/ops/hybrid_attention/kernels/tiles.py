@@ -15,7 +15,7 @@ import triton.language as tl
 
 from lolcats.ops.eight_bits import LEVELS
 from lolcats.ops.hybrid_attention.kernels.operands import INTERPRETED, LOG2_E, Rows
-from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
+from lolcats.ops.hybrid_attention.state import DENOMINATOR_FLOOR
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 FLOOR = tl.constexpr(DENOMINATOR_FLOOR)

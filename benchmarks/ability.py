@@ -31,8 +31,8 @@ from lolcats.evaluation.distances import other_code, topics
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.recall import recall_accuracy
 from lolcats.generation.engine import Engine
+from lolcats.generation.request import end_tokens
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.text import end_tokens
 from lolcats.modeling.cache_size import cache_bytes
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance

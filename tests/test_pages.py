@@ -30,6 +30,11 @@ def test_results_and_pictures_are_on_pages_and_every_named_result_exists():
     assert all(f"images/{picture.name})" in shown for picture in (ROOT / "docs" / "images").iterdir())
 
 
+def test_the_tour_names_files_that_exist():
+    named = set(re.findall(r"[\w/]+\.py", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
+    assert not {name for name in named if not [*ROOT.glob(f"src/**/{name}"), *ROOT.glob(name)]}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page):
     text = FENCE.sub("", page.read_text(encoding="utf-8"))

@@ -13,8 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from lolcats.generation.runner import Runner
-from lolcats.modeling import compiled
-from lolcats.modeling.compiled import CompiledLayers
+from lolcats.modeling import fused
 from lolcats.modeling.graphs import Graphs
 
 COMPILE = torch.compile
@@ -109,7 +108,7 @@ CHANGES = {
 
 
 def compiled_modules(model):
-    layers = CompiledLayers(model, enabled=True)
+    layers = fused.CompiledLayers(model, enabled=True)
     with layers.active():
         return [name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), partial)]
 
@@ -131,7 +130,7 @@ def test_ligers_functions_are_set_aside(own_model, monkeypatch):
 
     forward.__module__ = "liger_kernel.transformers.rms_norm"
     norm.forward = own = forward.__get__(norm)
-    layers = CompiledLayers(own_model, enabled=True)
+    layers = fused.CompiledLayers(own_model, enabled=True)
     with suppress(ZeroDivisionError), layers.active():
         assert "forward" not in vars(norm)
         raise ZeroDivisionError
@@ -141,7 +140,7 @@ def test_ligers_functions_are_set_aside(own_model, monkeypatch):
 
 @pytest.mark.slow
 def test_with_inductor(kit, monkeypatch):
-    monkeypatch.setattr(compiled, "OPTIONS", {})
+    monkeypatch.setattr(fused, "OPTIONS", {})
     torch.compiler.reset()
     model = kit.make_model(dtype=torch.float32)
     torch.testing.assert_close(

@@ -7,11 +7,10 @@ import torch
 from generation_kit import BOUNDED, CHUNKED, HYBRID
 from toy_stage import failing
 
-from lolcats.generation.engine import Engine
+from lolcats.generation.engine import Engine, Scheduler
 from lolcats.generation.request import Piece, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.scheduler import Scheduler
 
 LENGTHS = [2, 7, 30, 1, 16, 50, 5, 17]
 MODELS = {

@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from lolcats.generation.runner import Runner
+from lolcats.generation.runner import Runner, SlotCache
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.slots import SlotCache
 from lolcats.modeling.cache import HybridCacheLayer
 
 pytestmark = pytest.mark.gpu

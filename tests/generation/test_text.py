@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from lolcats.generation.text import Detokenizer, StopStrings
+from lolcats.generation.request import Detokenizer, StopStrings
 
 TEXTS = ["plain", "naïve café", "日本語 text", "🙂🙃 x 👩‍👩‍👧", "a\n\nb\tc", " leading and  double "]
 

@@ -9,7 +9,6 @@ from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops import Scoring
 from lolcats.ops.eight_bits import is_packed, pack, unpack
 from lolcats.ops.hybrid_attention.kernels import softmax_step as kernel
-from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step
 
 KEYS = 300  # of a slot, in three splits
 LENGTHS = (1, 300, 64, 130, 0)
@@ -47,7 +46,7 @@ class Slots:
                 row[:, length:] = -1 if packed else torch.nan  # four bytes of -1 are NaN, too
 
     def step(self) -> Tensor:
-        return softmax_step(self.q_BH1D, self.k_BGKD, self.v_BGKD, self.length_B, self.scoring).double()
+        return kernel.softmax_step(self.q_BH1D, self.k_BGKD, self.v_BGKD, self.length_B, self.scoring).double()
 
     def expected(self) -> Tensor:
         """Each row alone; zeros without keys."""

@@ -50,8 +50,8 @@ def generate(
     """
     from lolcats.evaluation.load import for_engine
     from lolcats.generation.engine import Engine
+    from lolcats.generation.request import chat_text
     from lolcats.generation.sampling import SamplingParams
-    from lolcats.generation.text import chat_text
 
     prompts = [*(prompt or []), *(_read(prompts_file) if prompts_file else [])]
     if not prompts:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.request import Request, Result, Snapshot
+from lolcats.generation.request import Request, Result, Snapshot, chat_text
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.text import chat_text
 
 Message = dict[str, str]
 

@@ -21,11 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.request import Piece, Result
+from lolcats.generation.request import Piece, Result, chat_text
 from lolcats.generation.request import Request as EngineRequest
 from lolcats.generation.runner import DEFAULT_MAX_LENGTH
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.text import chat_text
 from lolcats.serving.answers import ChatFormat, CompletionFormat
 from lolcats.serving.protocol import ChatRequest, CompletionRequest, OpenAIRequest, api_error
 from lolcats.serving.settings import ServerSettings

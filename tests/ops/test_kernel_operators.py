@@ -8,7 +8,7 @@ from kit import DEVICE, borders, decode, make_case, triton_step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lolcats.ops.hybrid_attention.kernels import supports, supports_softmax_step
+from lolcats.ops.hybrid_attention.api import supports, supports_softmax_step
 from lolcats.ops.hybrid_attention.kernels.forward import States, scan_chunks
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.state import initial_state

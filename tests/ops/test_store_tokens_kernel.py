@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack
-from lolcats.ops.hybrid_attention.kernels import supports_store_tokens
+from lolcats.ops.hybrid_attention.api import supports_store_tokens
 from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -23,8 +23,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from lolcats.modeling.softmax import Visible
 from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import is_packed, pack
-from lolcats.ops.hybrid_attention.api import has_kernel
-from lolcats.ops.hybrid_attention.kernels import supports_store_tokens
+from lolcats.ops.hybrid_attention.api import has_kernel, supports_store_tokens
 
 UNBOUNDED = 1 << 40  # tokens of a window that sees everything
 LEAST_PLACES = 32

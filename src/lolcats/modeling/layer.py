@@ -14,8 +14,8 @@ from transformers import initialization as init
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.ops import HybridParams, HybridState, Scoring, hybrid_attention, output_mse, weights_cross_entropy
+from lolcats.ops.hybrid_attention.api import supports
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
-from lolcats.ops.hybrid_attention.kernels import supports
 
 
 class HeadSplit:

@@ -18,8 +18,7 @@ from torch.nn.functional import dropout as random_dropout
 from torch.nn.functional import scaled_dot_product_attention
 
 from lolcats.ops.eight_bits import is_packed, unpack
-from lolcats.ops.hybrid_attention.api import has_kernel
-from lolcats.ops.hybrid_attention.kernels import supports_softmax_step
+from lolcats.ops.hybrid_attention.api import has_kernel, supports_softmax_step
 from lolcats.ops.hybrid_attention.state import Scoring, needs_gradient
 
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.

@@ -18,8 +18,7 @@ from torch import Tensor
 from lolcats.modeling.cache import held_places, place_of
 from lolcats.modeling.softmax import Visible, softmax_attention
 from lolcats.ops.eight_bits import pack
-from lolcats.ops.hybrid_attention.api import has_kernel
-from lolcats.ops.hybrid_attention.kernels import supports_softmax_step
+from lolcats.ops.hybrid_attention.api import has_kernel, supports_softmax_step
 from lolcats.ops.hybrid_attention.pages import PagedBatch, Tokens
 from lolcats.ops.hybrid_attention.state import Scoring
 

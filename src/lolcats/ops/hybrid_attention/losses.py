@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.api import check_arguments, has_kernel, hybrid_attention
+from lolcats.ops.hybrid_attention.api import check_arguments, has_kernel, hybrid_attention, supports
 from lolcats.ops.hybrid_attention.equation import (
     key_features,
     query_features,
@@ -21,7 +21,6 @@ from lolcats.ops.hybrid_attention.equation import (
     scores,
     softmax_weights,
 )
-from lolcats.ops.hybrid_attention.kernels import supports
 from lolcats.ops.hybrid_attention.state import DENOMINATOR_FLOOR, HybridParams, accumulation_dtype, needs_gradient
 
 

@@ -50,7 +50,7 @@ def triton_attention(
     shared: dict[Hashable, Any] | None = None,
     target_BHTD: Tensor | None = None,
 ) -> Tensor:
-    """`hybrid_attention` of whole sequences, for the calls that `kernels.supports` accepts; as `chunked` computes it.
+    """`hybrid_attention` of whole sequences, for the calls that `api.supports` accepts; as `chunked` computes it.
 
     With a target, the sum over their tokens of the output's squared errors, float32, in the place of the output; it has
     gradients of `params` alone.

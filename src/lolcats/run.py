@@ -30,11 +30,10 @@ from lolcats.parallel.group import Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import shards_weights
 from lolcats.training.checkpoint import finished, refuse_other_settings
-from lolcats.training.identity import identity, weights_hash
 from lolcats.training.loop import stage_fingerprint, warn_of_few_updates
 from lolcats.training.lora import adapted_projections
-from lolcats.training.run_folder import FolderLock, check_folder, claim_folder, take_stages
-from lolcats.training.tracking import check_tracker, open_tracker
+from lolcats.training.progress import check_tracker, open_tracker
+from lolcats.training.run_folder import FolderLock, check_folder, claim_folder, identity, take_stages, weights_hash
 
 Splits = tuple[PackedDataset, PackedDataset]
 """Training and validation data."""

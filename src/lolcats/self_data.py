@@ -30,8 +30,8 @@ from lolcats.generation.request import Piece, Result
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.loading import load_base_model
 from lolcats.report import write_text
-from lolcats.training.identity import weights_hash
 from lolcats.training.progress import Progress
+from lolcats.training.run_folder import weights_hash
 
 ROWS = 4000  # sampled, of which some three quarters are kept
 PROMPT = {"temperature": 1.0, "top_k": 100}

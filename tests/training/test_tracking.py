@@ -5,9 +5,8 @@ from toy_stage import Killed, ToyStage, kill_at, run
 
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-from lolcats.training import tracking
-from lolcats.training.progress import Progress
-from lolcats.training.tracking import check_tracker, open_tracker
+from lolcats.training import progress as module
+from lolcats.training.progress import Progress, check_tracker, open_tracker
 
 
 def test_tensorboard_shows_a_resumed_stage_as_an_unbroken_one(tmp_path):
@@ -34,7 +33,7 @@ def test_tensorboard_shows_a_resumed_stage_as_an_unbroken_one(tmp_path):
 
 
 def test_a_tracker_that_is_missing_or_unknown_is_refused(monkeypatch):
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install wandb"):
         check_tracker("wandb")
     with pytest.raises(UserError, match=r"output.track: .*'tensorboard', 'wandb' or 'trackio'"):

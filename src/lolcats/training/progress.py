@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from accelerate.tracking import GeneralTracker
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+
+from lolcats.errors import UserError
 
 
 class Progress:
@@ -94,3 +100,19 @@ class Progress:
         if self.bars.disable and (at_once or self.clock() - self.shown_at >= self.interval_s):
             self.shown_at = self.clock()
             self.message(f"{self.stage} {self.task.completed:.0f}/{self.total_steps}  {numbers}")
+
+
+def check_tracker(name: str) -> None:
+    if find_spec(name) is None:
+        raise UserError(f"--track {name} needs a package: pip install {name}, or --set output.track=null")
+
+
+def open_tracker(name: str, folder: Path, settings: dict[str, Any], stage: str, step: int) -> GeneralTracker:
+    """The tracker's run of a stage; TensorBoard replaces what was logged from `step` on."""
+    PartialState()  # accelerate's trackers ask it who they are; it takes up the processes' group as it is
+    options: dict[str, Any] = {"name": f"{folder.resolve().parents[1].name}-{stage}", "config": settings}
+    if name == "tensorboard":
+        options = {"logging_dir": folder, "purge_step": step}
+    tracker = LOGGER_TYPE_TO_CLASS[name](stage if name == "tensorboard" else "lolcats", **options)
+    tracker.start()
+    return tracker

@@ -19,9 +19,8 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import load_in_parts
 from lolcats.training.checkpoint import refuse_changes
-from lolcats.training.identity import identity, weights_hash
 from lolcats.training.loop import warn_of_few_updates
-from lolcats.training.run_folder import FolderLock, check_folder, claim_folder
+from lolcats.training.run_folder import FolderLock, check_folder, claim_folder, identity, weights_hash
 
 DATA_FILE = "data.safetensors"
 

@@ -29,7 +29,7 @@ from lolcats.evaluation.load import load_model
 from lolcats.modeling.attention import SOFTMAX, AttentionCall, Observed
 from lolcats.ops import attention_weights
 from lolcats.provenance import provenance
-from lolcats.report import read_report, without_paths
+from lolcats.report import REPORT_FILE, read_optional, without_paths
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 from lolcats.training.lora import add_lora
 
@@ -127,7 +127,10 @@ def adapters(wrapped: Any) -> list[tuple[str, Any, Tensor, Tensor]]:
 
 def inside(folder: Path, original: str, ids_NT: Tensor, trained: Tensor, updates: int) -> tuple[Any, dict[str, Any]]:
     """What only a run's original does, and the run."""
-    config, report = LinearizeConfig.from_yaml(folder / "run" / "config.yaml"), read_report(folder) or {}
+    config, report = (
+        LinearizeConfig.from_yaml(folder / "run" / "config.yaml"),
+        read_optional(folder / REPORT_FILE) or {},
+    )
     model: Any = convert(load_model(original, dtype=config.model.dtype)[0], config.attention).requires_grad_(False)
     ids_NT, trained, modules = ids_NT.to(model.device), trained.to(model.device), dict(model.linear_layers())
     stage_1, stage_2, hybrid = best(folder, "transfer"), best(folder, "adjust"), not config.adjust.softmax_control

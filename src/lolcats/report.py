@@ -43,11 +43,6 @@ def begin_report(config: Any, train: dict[str, Any], validation: Any) -> dict[st
     return without_paths(report)
 
 
-def read_report(folder: Path) -> dict[str, Any] | None:
-    """`read_optional` of an output folder's report."""
-    return read_optional(folder / REPORT_FILE)
-
-
 def read_optional(file: Path) -> Any:
     """The content of a JSON file; None if there is no such file."""
     try:

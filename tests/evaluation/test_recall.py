@@ -126,7 +126,7 @@ def test_ruler_without_a_network(word_tokenizer, haystack, monkeypatch):
             assert rows[0]["input"][:300] != rows[1]["input"][:300]  # not all of the same article
             assert any(sentence in rows[0]["input"] for sentence in sentences)
     needle = {"special", "magic", "mentioned", "provided"}
-    for fact, question in TEMPLATES["train"].facts:
+    for fact, question in TEMPLATES["train"]["facts"]:
         assert not needle & set(f"{fact} {question}".lower().split())
     few = ("niah_single_2", "ruler_cwe")
     monkeypatch.setattr(ruler, "RULER_TASKS", few)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from lolcats.report import (
     markdown_table,
     public_name,
     read_optional,
-    read_report,
     write_text,
 )
 
@@ -29,13 +27,8 @@ MARK = "<!-- lolcats report -->"
 
 Series = dict[str, list[Any]]
 """Label of a line -> its values."""
-
-
-@dataclass(frozen=True)
-class Chart:
-    title: str
-    note: str
-    figure: Figure
+Chart = tuple[str, str, Figure]
+"""Title, note, picture."""
 
 
 def write_card(folder: str | Path) -> Path:
@@ -44,7 +37,7 @@ def write_card(folder: str | Path) -> Path:
     Charts are pictures in `charts/`. What an earlier call wrote is replaced.
     """
     folder = Path(folder).expanduser()
-    report, card = read_report(folder), folder / CARD_FILE
+    report, card = read_optional(folder / REPORT_FILE), folder / CARD_FILE
     if report is None or not card.is_file():
         raise UserError(f"{folder} has no {REPORT_FILE} and {CARD_FILE}; give the output folder of `lolcats linearize`")
     lines = [card.read_text(encoding="utf-8").partition(MARK)[0].rstrip("\n"), "", MARK, ""]
@@ -55,10 +48,10 @@ def write_card(folder: str | Path) -> Path:
             lines += [f"## {title}", "", *markdown_table(columns, rows), ""]
     (folder / CHARTS).mkdir(exist_ok=True)
     analysis = read_optional(folder / ANALYSIS_FILE)
-    for chart in [*training_charts(report), *layer_charts(report, analysis)]:
-        picture = f"{CHARTS}/{re.sub('[^a-z]+', '_', chart.title.lower())}.png"
-        chart.figure.savefig(folder / picture, dpi=120)
-        lines += [f"## {chart.title}", "", chart.note, "", f"![{chart.title}]({picture})", ""]
+    for title, note, figure in [*training_charts(report), *layer_charts(report, analysis)]:
+        picture = f"{CHARTS}/{re.sub('[^a-z]+', '_', title.lower())}.png"
+        figure.savefig(folder / picture, dpi=120)
+        lines += [f"## {title}", "", note, "", f"![{title}]({picture})", ""]
     write_text(card, "\n".join(lines))
     return card
 
@@ -135,4 +128,4 @@ def _chart(title: str, note: str, x: str, y: str) -> tuple[Chart, Any]:
     axis = figure.subplots()
     axis.set(xlabel=x, ylabel=y)
     axis.grid(alpha=0.3)
-    return Chart(title, note, figure), axis
+    return (title, note, figure), axis

@@ -19,7 +19,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from peft import LoraConfig, get_peft_model
@@ -29,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lolcats.checkpoint.write import export
-from lolcats.config import AttentionConfig, ModelSection
+from lolcats.config import AttentionConfig, ModelSection, read_yaml
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
@@ -112,12 +111,7 @@ def _settings(files: Sequence[Path]) -> dict[str, Any]:
     """The sections of all configurations; an adapter_config.json is one with `finetune` alone."""
     settings: dict[str, Any] = {}
     for file in files:
-        try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
-            raise UserError(f"cannot read the configuration {file}: {error}") from error
-        if not isinstance(content, dict):
-            raise UserError(f"{file} is not a configuration of the published code: expected sections, got {content!r}")
+        content = read_yaml(file)
         if "peft_type" in content:
             content = {"finetune": {"method": "lora", "kwargs": content}}
         settings |= {name: content[name] for name in ("model", "attention", "finetune") if name in content}

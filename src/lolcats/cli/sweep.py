@@ -22,7 +22,7 @@ from lolcats.cli.options import Overrides, Sources, parse_source
 from lolcats.config import parse_override, read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import find_file
-from lolcats.report import read_optional, read_report, table, write_text
+from lolcats.report import REPORT_FILE, read_optional, table, write_text
 
 FOLDER = Path(__file__).parents[1] / "sweeps"
 PARTS = ("paths", "set", "axes", "held_out", "perplexity", "evaluate")
@@ -116,7 +116,7 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
         gpus.put(environment["CUDA_VISIBLE_DEVICES"])
         if failed:
             return row | {"status": "failed", "log": str(log)}
-        result = row | {"status": "finished", "commands": commands} | (read_report(out) or {})
+        result = row | {"status": "finished", "commands": commands} | (read_optional(out / REPORT_FILE) or {})
         files = {name: out / f"{name}.json" for name in (*spec["held_out"], *(["eval"] if spec["evaluate"] else []))}
         found = {name: read_optional(file)["models"][-1] for name, file in files.items()}
         result["held_out"] = {name: found[name]["perplexity"]["perplexity"] for name in spec["held_out"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,7 @@ def counted(input_ids: np.ndarray, label_mask: np.ndarray, info: dict[str, Any])
     return PackedDataset(input_ids, label_mask, info | counts)
 
 
+@lru_cache(maxsize=4)  # every update of an epoch asks for its order
 def seeded_permutation(size: int, *key: int) -> np.ndarray:
     """[size] int64. NumPy promises never to change RandomState's streams, so old runs stay repeatable."""
     words = [part % 2**32 for part in key]
@@ -125,12 +127,9 @@ class BatchSampler:
         self.batch_size = batch_size
         self.seed = seed
         self.steps_per_epoch = num_sequences // batch_size
-        self._kept: tuple[int, np.ndarray] | None = None  # one epoch's order, only to save time
 
     def indices(self, step: int) -> np.ndarray:
         """[batch_size] int64: the sequences of update `step`, counted from 0 over all epochs."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        if self._kept is None or self._kept[0] != epoch:
-            self._kept = (epoch, seeded_permutation(self.num_sequences, self.seed, epoch))
-        order = self._kept[1]
+        order = seeded_permutation(self.num_sequences, self.seed, epoch)
         return order[place * self.batch_size : (place + 1) * self.batch_size].copy()

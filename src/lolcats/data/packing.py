@@ -217,13 +217,8 @@ def pack_rows(
         )
         stream = tokenise(documents, tokenizer, loss_on=given.loss_on or config.loss_on, max_tokens=max_tokens)
         bar.update(task, completed=len(rows))
-    begin, end = begin_token(tokenizer) if config.begin_token else None, tokenizer.eos_token_id if pad else None
+    begin, end = tokenizer.bos_token_id if config.begin_token else None, tokenizer.eos_token_id if pad else None
+    if config.begin_token and begin is None:
+        raise UserError("data.begin_token: the tokenizer has no begin token (bos_token); set data.begin_token=false")
     packed = pack(stream, config.sequence_length, begin_with=begin, pad_with=end)
     return replace(packed, info={"path": name, "format": form} | packed.info)
-
-
-def begin_token(tokenizer: Any) -> int:
-    """Id of the tokenizer's begin token."""
-    if tokenizer.bos_token_id is None:
-        raise UserError("data.begin_token: the tokenizer has no begin token (bos_token); set data.begin_token=false")
-    return tokenizer.bos_token_id

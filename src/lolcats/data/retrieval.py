@@ -44,27 +44,18 @@ LOOK_UPS = 6
 PLAIN: dict[str, Any] = {"add_special_tokens": False, "verbose": False}  # of a tokenizer's call
 
 
-@dataclass(frozen=True)
-class Templates:
-    """Wordings of one split: facts with the question after them; headline, entry and query of the two tables."""
-
-    facts: tuple[tuple[str, str], ...]
-    phone_book: tuple[str, str, str]
-    pairs: tuple[str, str, str]
-
-
-TEMPLATES = {
-    "train": Templates(
-        facts=(
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "train": {
+        "facts": (
             ("Whoever asks for {0} gets {1}.", "What does one get? Whoever asks for {0} gets"),
             ("Remember that the key of {0} is {1}.", "Tell me the key of {0}. The key of {0} is"),
             ("{0} was assigned to {1}.", "What was assigned to what? {0} was assigned to"),
         ),
-        phone_book=("Table of codes", "{0}: {1}", "{0}:"),
-        pairs=("Some words belong together.", "{0} -> {1}", "{0} ->"),
-    ),
-    "test": Templates(
-        facts=(
+        "phone_book": ("Table of codes", "{0}: {1}", "{0}:"),
+        "pairs": ("Some words belong together.", "{0} -> {1}", "{0} ->"),
+    },
+    "test": {
+        "facts": (
             ("Note: the password for room {0} is {1}.", "What opens room {0}? The password for room {0} is"),
             (
                 "In the archive, {0} is filed under {1}.",
@@ -72,10 +63,11 @@ TEMPLATES = {
             ),
             ("They agreed to call {0} by the name {1}.", "What did they agree on? They agreed to call {0} by the name"),
         ),
-        phone_book=("Phone numbers of the members", "{0} ({1})", "{0} ("),
-        pairs=("A list of partners, one pair a line.", "{0} with {1}", "{0} with"),
-    ),
+        "phone_book": ("Phone numbers of the members", "{0} ({1})", "{0} ("),
+        "pairs": ("A list of partners, one pair a line.", "{0} with {1}", "{0} with"),
+    },
 }
+"""Wordings of a split: facts with the question after them; headline, entry and query of the two tables."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +127,6 @@ class RetrievalWriter:
             kinds = [f"copy_{draw.integers(length // 16, length // 2 - length // 16)}"]
         return self.write(str(draw.choice(kinds)), length, seed, index)
 
-    def write_text(self, length: int, draw: np.random.Generator) -> np.ndarray:
-        """A piece of the haystack, of `length` tokens."""
-        return np.insert(self.text_of(draw, length - len(self.begin)), 0, self.begin)
-
     def _write(self, kind: str, draw: np.random.Generator, length: int) -> Sample:
         name, _, count = kind.partition("_")
         if name == "copy":
@@ -152,7 +140,7 @@ class RetrievalWriter:
     def _needles(self, draw: np.random.Generator, length: int, count: int) -> Sample:
         names = self._draw_words(draw, count)
         values = [self._value(draw) for _ in names]
-        fact, question = self.templates.facts[draw.integers(len(self.templates.facts))]
+        fact, question = self.templates["facts"][draw.integers(len(self.templates["facts"]))]
         facts = [self._encode(f"\n{fact.format(*pair)}\n") for pair in zip(names, values, strict=True)]
         asked = self._encode("\n" + question.format(names[0]))
         answer = self._encode(f" {values[0]}")  # what follows is the model's own choice
@@ -180,7 +168,7 @@ class RetrievalWriter:
         return _filler_tokens(self.tokenizer, 1 + count // 16)[:count]  # its five sentences are more tokens than 16
 
     def _table(self, draw: np.random.Generator, length: int, kind: str) -> Sample:
-        headline, entry, query = getattr(self.templates, kind)
+        headline, entry, query = self.templates[kind]
         header = self._encode(f"{headline}\n")
         keys = self._draw_words(draw, min(length // 6, len(self.words)))
         values = self._draw_words(draw, len(keys))
@@ -255,7 +243,8 @@ def retrieval_dataset(
             sample = writer.write_any(length, seed, first + row)
             ids_NT[row], places = sample.token_ids, np.flatnonzero(sample.answer >= 0)
         else:
-            ids_NT[row], places = writer.write_text(length, draw), np.arange(1, length)
+            text = writer.text_of(draw, length - len(writer.begin))
+            ids_NT[row], places = np.insert(text, 0, writer.begin), np.arange(1, length)
         labels_NT[row, draw.permutation(places)[:answers]] = True
     info = {"sequences": count, "fingerprint": fingerprint(ids_NT, labels_NT)}
     return PackedDataset(ids_NT, labels_NT, info=info)

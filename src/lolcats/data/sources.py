@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import fsspec
@@ -32,7 +32,6 @@ READABLE = ".json, .jsonl, .csv, .tsv, .parquet or .txt (each also with .gz, exc
 GENERATED = {"retrieval": 2000, "passkey": 10_000}
 """Texts without max_rows: 4 million tokens in texts of 2048; as many as the paper trains on."""
 WHOLE_FILE = 2**30  # bytes from which `datasets` takes the types of JSON's columns
-Format = Literal["alpaca", "chat", "prompt", "text", "passkey", "retrieval"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,7 @@ class OpenSource:
         return DEMO_EVALUATION if self.source.path == "demo" else 0
 
     def rows(self, evaluation: bool = False) -> datasets.Dataset:
-        """All rows.
-
-        evaluation: only those that are reserved, if any are.
-        """
+        """All rows; for an evaluation those that are reserved, if any are."""
         return self.data.take(min(self.reserved, len(self.data))) if evaluation and self.reserved else self.data
 
 
@@ -112,10 +108,10 @@ def _paragraphs(file: Path) -> Iterator[dict[str, Any]]:
         yield {"text": part, CONTINUES: number < len(parts)}
 
 
-def detect_format(source: DataSource, columns: list[str]) -> Format:
+def detect_format(source: DataSource, columns: list[str]) -> str:
     """The source's format, after checking that its columns are there."""
     if source.path in GENERATED:
-        return source.path  # type: ignore[return-value]  # one of the two
+        return source.path
     pairs = [kind for asking, _, answering, kind in PAIRS if {asking, answering} <= set(columns)]
     fits = {
         "chat": bool({*CONVERSATIONS} & {*columns}) or (source.format == "chat" and bool(pairs)),
@@ -140,7 +136,7 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
             f" 'completion', 'messages' or 'text', or name the column of plain documents: --data"
             f" {source.path},text_column=NAME"
         )
-    return chosen  # type: ignore[return-value]
+    return chosen
 
 
 def _is_local(path: str) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from rich.progress import Progress
 
 from lolcats.config import DataSection, DataSource
+from lolcats.data.cache import ARRAYS
 from lolcats.data.packed import PackedDataset, counted, seeded_permutation
 from lolcats.data.packing import pack_rows
 from lolcats.data.sources import OpenSource
@@ -76,16 +77,9 @@ def first_sequences(config: DataSection, parts: list[PackedDataset]) -> PackedDa
 
 def _join(parts: list[PackedDataset], picks: list[np.ndarray]) -> PackedDataset:
     """The picked sequences of every part, one part after another."""
-    whole = len(parts) == 1 and len(picks[0]) == len(parts[0])
-
-    def joined(arrays: list[np.ndarray]) -> np.ndarray:
-        if whole:
-            return arrays[0]
-        return np.concatenate([array[pick] for array, pick in zip(arrays, picks, strict=True)])
-
-    input_ids = joined([part.input_ids for part in parts])
-    label_mask = joined([part.label_mask for part in parts])
-    sources = [part.info | {"sequences_used": len(pick)} for part, pick in zip(parts, picks, strict=True)]
+    pairs = list(zip(parts, picks, strict=True))
+    input_ids, label_mask = (np.concatenate([getattr(part, x)[pick] for part, pick in pairs]) for x in ARRAYS)
+    sources = [part.info | {"sequences_used": len(pick)} for part, pick in pairs]
     info = {"sequence_length": int(input_ids.shape[1]), "sources": sources}
     return counted(input_ids, label_mask, info)
 

@@ -33,10 +33,8 @@ SLOTS = 256  # most answers that are generated at a time
 class LolcatsLM(HFLM):
     """Any causal language model, linearized or not; the engine generates the answers of those that it runs."""
 
-    @property
-    def max_gen_toks(self) -> int:
-        """Of a task that names no number; lm-eval's 256 cut worked answers of chat models."""
-        return 512
+    max_gen_toks = 512
+    """Of a task that names no number; lm-eval's 256 cut worked answers of chat models."""
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers by the engine, longest sequences first; through `generate()` of a model that it does not run."""

@@ -13,7 +13,7 @@ from lolcats.conversion import keep_softmax
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.report import read_report
+from lolcats.report import REPORT_FILE, read_optional
 
 
 def load_model(
@@ -71,7 +71,7 @@ def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> Da
     from lolcats.data.retrieval import begins_texts  # imports `datasets`, which `lolcats generate` does without
 
     try:
-        report = read_report(Path(model).expanduser()) or {}
+        report = read_optional(Path(model).expanduser() / REPORT_FILE) or {}
     except UserError:  # it cannot be read
         report = {}
     trained = report.get("config", {}).get("data", {})

@@ -77,8 +77,7 @@ def evaluate_models(
             keep(report | {"unfinished": True})
         del model
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     return report
 
 

@@ -114,7 +114,8 @@ class AdjustStage:
         loss = weighted_cross_entropy(learnt_LD, label_L, weight_L, self.head, part=self.part)
         if not share:
             return loss, {}
-        teacher_LD = self._teacher(inputs, row_L)
+        with torch.no_grad(), self.model.disable_adapter():
+            teacher_LD = head_inputs(self.linearized, self.head, inputs, row_L, SOFTMAX)
         divergence = weighted_divergence(features_LD, teacher_LD, weight_L, self.head, part=self.part)
         return (1 - share) * loss + share * divergence, {"cross_entropy": loss, "divergence": divergence}
 
@@ -127,12 +128,6 @@ class AdjustStage:
             loss, parts = self._losses(inputs, row_L, label_L, weight_L)
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
-
-    @torch.no_grad()
-    def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:
-        """What the head gets from the softmax teacher, as `head_inputs`."""
-        with self.model.disable_adapter():
-            return head_inputs(self.linearized, self.head, inputs, row_L, SOFTMAX)
 
 
 def label_rows(labels_BT: Tensor, *, padding_steps: int | None = None) -> dict[str, Tensor]:

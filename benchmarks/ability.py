@@ -68,7 +68,6 @@ class Answers:
         self.model, self.tokenizer, self.slots, self.bits = model, tokenizer, slots, bits
         if bits is None:
             self.engine = Engine(model, tokenizer, max_slots=slots, max_length=max_length, prefill_chunk=4096)
-        self.given: list[tuple[list[int], list[int]]] = []  # prompts and answers of the last call
 
     def chat(self, message: str, begin: str = "", turns: list[tuple[str, str]] | None = None) -> list[int]:
         """Tokens of a conversation: earlier turns, a user's message and the beginning of the answer."""
@@ -81,17 +80,14 @@ class Answers:
 
     def __call__(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
         if self.bits is None:
-            results: list[Any] = self.engine.generate(prompts, SamplingParams(max_new_tokens=tokens, **params))
-        else:
-            order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-            found: dict[int, Any] = {}
-            for start in range(0, len(order), self.slots):
-                group = order[start : start + self.slots]
-                answers = self._quantised([prompts[index] for index in group], tokens, **params)
-                found |= dict(zip(group, answers, strict=True))
-            results = [found[index] for index in range(len(prompts))]
-        self.given = [(prompt, result.token_ids) for prompt, result in zip(prompts, results, strict=True)]
-        return results
+            return list(self.engine.generate(prompts, SamplingParams(max_new_tokens=tokens, **params)))
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        found: dict[int, Any] = {}
+        for start in range(0, len(order), self.slots):
+            group = order[start : start + self.slots]
+            answers = self._quantised([prompts[index] for index in group], tokens, **params)
+            found |= dict(zip(group, answers, strict=True))
+        return [found[index] for index in range(len(prompts))]
 
     @torch.no_grad()
     def _quantised(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
@@ -247,20 +243,6 @@ def text_perplexity(model: Any, tokenizer: Any, folder: Path, length: int, token
     return math.exp(total / count)
 
 
-@torch.no_grad()
-def agreement(model: Any, given: list[tuple[list[int], list[int]]], first: int = 0) -> dict[str, float]:
-    """On the teacher's greedy answers from token `first`: per cent that are the likeliest here, too, and their loss."""
-    same, total, loss = 0, 0, 0.0
-    for prompt, answer in given:
-        ids_1T = torch.tensor([prompt + answer], device=model.device)
-        target_K = ids_1T[0, len(prompt) + first :]
-        logits_KV = model(input_ids=ids_1T, use_cache=False, logits_to_keep=len(target_K) + 1).logits[0, :-1].float()
-        same += int((logits_KV.argmax(-1) == target_K).sum())
-        loss += torch.nn.functional.cross_entropy(logits_KV, target_K, reduction="sum").item()
-        total += len(target_K)
-    return {"percent": 100 * same / total, "loss": loss / total, "tokens": total}
-
-
 def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(path)
     bits: int | None = options.cache_bits
@@ -274,12 +256,8 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     folder: Path = options.data
     most = max(options.before, default=0) + 2048
 
-    teacher: Path | None = options.teacher_answers
-    kept: dict[str, Any] = json.loads(teacher.read_text()) if teacher and teacher.exists() else {}
-    writes = teacher is not None and not teacher.exists()
-
     def timed(name: str, run: Any, *arguments: Any, **named: Any) -> None:
-        if not re.match(options.only, name) or (bits and run in (text_perplexity, recall_accuracy, agreement)):
+        if not re.match(options.only, name) or (bits and run in (text_perplexity, recall_accuracy)):
             return
         begin = time.time()
         try:
@@ -288,9 +266,6 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
             found[name] = f"{type(error).__name__}: {error}"[:300]
         seconds[name] = round(time.time() - begin, 1)
         print(path, name, found[name], seconds[name], "s", flush=True)
-        if writes and run in (humaneval, gsm8k, labels, long_answers):
-            first = LONG if run is long_answers else 0
-            kept[name] = [pair for pair in answers.given[: options.agreement] if len(pair[1]) > first]
 
     for length in options.lengths:
         if length <= reach:
@@ -315,11 +290,6 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     for before in options.before:
         timed(f"humaneval_{before}", humaneval, answers, folder, before, options.programs, options.front)
     answers.shutdown()
-    if teacher is not None and writes:
-        teacher.write_text(json.dumps(kept))
-    else:
-        for name, given in kept.items():
-            timed(f"agreement_{name}", agreement, wrapped, given, LONG if name == "long" else 0)
     return found | {"seconds": seconds}
 
 
@@ -328,8 +298,6 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True, help="results, written after each model")
-    parser.add_argument("--teacher-answers", type=Path, help="file; written with the first model's answers if absent")
-    parser.add_argument("--agreement", type=int, default=100, help="answers of a task that are compared")
     parser.add_argument("--only", default="", help="measures whose names begin as this regular expression says")
     parser.add_argument("--cache-bits", type=int, help="4, 8: of a softmax model's keys and values (hqq)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])

@@ -64,7 +64,7 @@ TABLES = {  # by sweep
     "components": ResultTable(
         {"teacher": "Qwen2.5-Coder-0.5B-Instruct (softmax)", "softmax + LoRA": "softmax + LoRA"}
         | {f"hedgehog|{part}": f"Hedgehog, {name}" for part, name in PARTS.items()}
-        | {f"t2r|{part}": f"T2R, {name}" for part, name in PARTS.items() if part != "no|none"}
+        | {f"t2r|{part}": f"T2R, {name}" for part, name in PARTS.items()}
         | {"window only": "no linear part, window"},
         BEFORE | AFTER | BOTH,
         ("components", "components-perplexity"),
@@ -72,17 +72,18 @@ TABLES = {  # by sweep
     "windows": ResultTable(
         same("4", "16", "64", "256", "terraced 16", "terraced 64", "terraced 128"), AFTER | BOTH, ("windows",)
     ),
-    "lora-rank": ResultTable(same("4", "8", "32", "128"), AFTER | BOTH, ("lora-rank",)),
+    "lora-rank": ResultTable(same("4", "8", "16", "32", "64", "128"), AFTER | BOTH, ("lora-rank",)),
     "transfer-steps": ResultTable(
         same("0", "19", "48", "97") | {"all": "194"}, BEFORE | AFTER | BOTH, ("transfer-steps",)
     ),
     "changes_05": ResultTable(
         {"LoLCATs": "LoLCATs", "attention-loss: cross-entropy": "cross-entropy of weights in stage 1"}
-        | {"blocks: 6": "layers in four blocks"}
+        | {"attention-loss: both": "..., and squared errors"}
+        | {"blocks: 6": "layers in four blocks", "blocks: 1": "each layer alone"}
         | {"data: textbooks": "textbooks, not Alpaca", "data: textbooks, longest": "..., longest effective lengths"}
         | {"data: multiple choice": "multiple-choice questions in MMLU's form"}
         | {"lora-projections: qkvo": "one epoch of LoRA on q, k, v and o"}
-        | {f"lora-projections: {a}{b}": f"..., on {a} and {b}" for a, b in ("qv", "vo", "qk")},
+        | {f"lora-projections: {names}": f"..., on {' and '.join(names)}" for names in ("qv", "vo", "qk", "v", "o")},
         AFTER | BOTH,
     ),
     "blocks": ResultTable(
@@ -111,10 +112,6 @@ HYBRID = {  # rows of the table of exact heads -> file and method of their runs
     "6 % exact": ("window128_smollm2_h100_2026-11-25: 6 %",),
     "25 % within 32 MiB, 8 bits": ("32mib_smollm2_h200_2026-11-26: 25 %, 32 MiB in all",),
     "`lolcats-plus`: 12 % within 16 MiB, 8 bits": ("bounded_smollm2_h100_2026-11-25: 12 %, 16 MiB in all, 8 bits",),
-    "6 % within 8 MiB, 8 bits, window 64": (
-        "bounded_smollm2_h100_2026-11-25: 6 %, window 64, 8 MiB in all",
-        "further_seeds_smollm2_h200_2026-11-26: 6 %, window 64, 8 MiB in all",
-    ),
     "all linear, Alpaca alone": ("ends_smollm2_h200_2026-11-23: all linear, instructions alone",),
 }
 DRAWN = {  # rows in the picture -> name and colour; orange: caches of bounded size
@@ -123,7 +120,6 @@ DRAWN = {  # rows in the picture -> name and colour; orange: caches of bounded s
     "12 % exact": ("12 %", "C0"),
     "6 % exact": ("6 %", "C0"),
     "`lolcats-plus`: 12 % within 16 MiB, 8 bits": ("lolcats-plus", "C1"),
-    "6 % within 8 MiB, 8 bits, window 64": ("6 % within 8 MiB", "C1"),
     "all linear, Alpaca alone": ("all linear", "C0"),
 }
 KINDS = {"needle": "one fact", "needles": "one of four", "phone_book": "phone book", "pairs": "pairs"}
@@ -297,7 +293,7 @@ def ability(runs: list[dict[str, Any]]) -> list[str]:
 
 def far(results: Results) -> list[str]:
     """What is found in texts of up to 32k tokens."""
-    runs = [run for run in results.ability["0.5b"] if "perplexity_32768" in run["found"]]
+    runs = [run for run in results.ability["0.5b"] if {"perplexity_32768", "recall_long"} & run["found"].keys()]
     runs = [run for run in runs if run["row"] not in ON_THE_WAY]
     columns: dict[str, Column] = {}
     for title, kind in (("one fact", "needle"), ("one of four", "needles")):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lolcats.ops import hybrid_attention, initial_state
 from lolcats.ops.eight_bits import pack, unpack
-from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, Tokens, page_parts, paged_attention
+from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, page_parts, paged_attention
+from lolcats.ops.hybrid_attention.state import Tokens
 
 
 def pages_of(case: Case, count: int, **options) -> StatePages:

@@ -5,7 +5,6 @@ from toy_stage import Killed, ToyStage, kill_at, run
 
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-from lolcats.training import progress as module
 from lolcats.training.progress import Progress, check_tracker, open_tracker
 
 
@@ -33,7 +32,7 @@ def test_tensorboard_shows_a_resumed_stage_as_an_unbroken_one(tmp_path):
 
 
 def test_a_tracker_that_is_missing_or_unknown_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("lolcats.training.progress.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install wandb"):
         check_tracker("wandb")
     with pytest.raises(UserError, match=r"output.track: .*'tensorboard', 'wandb' or 'trackio'"):

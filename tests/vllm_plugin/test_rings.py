@@ -8,7 +8,8 @@ import torch
 from lolcats.modeling.softmax import Visible, softmax_attention
 from lolcats.ops import Scoring
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack
-from lolcats.ops.hybrid_attention.pages import PagedBatch, Tokens
+from lolcats.ops.hybrid_attention.pages import PagedBatch
+from lolcats.ops.hybrid_attention.state import Tokens
 from lolcats.vllm_plugin.rings import NO_PAGE, Ring, ring_attention
 
 KV_HEADS, GROUP, DIM = 4, 2, 16

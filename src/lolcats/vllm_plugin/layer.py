@@ -24,7 +24,8 @@ from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import Scoring, hybrid_attention
-from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, Tokens, paged_attention
+from lolcats.ops.hybrid_attention.pages import PagedBatch, StatePages, paged_attention
+from lolcats.ops.hybrid_attention.state import Tokens
 from lolcats.vllm_plugin.backend import steps_in_pages
 from lolcats.vllm_plugin.exact import ExactHeads
 from lolcats.vllm_plugin.pages import (

@@ -19,8 +19,8 @@ from lolcats.modeling.cache import held_places, place_of
 from lolcats.modeling.softmax import Visible, softmax_attention
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.api import has_kernel, supports_softmax_step
-from lolcats.ops.hybrid_attention.pages import PagedBatch, Tokens
-from lolcats.ops.hybrid_attention.state import Scoring
+from lolcats.ops.hybrid_attention.pages import PagedBatch
+from lolcats.ops.hybrid_attention.state import Scoring, Tokens
 
 NO_PAGE = 0  # vLLM's block that no sequence has: what is written there is never read
 # Single tokens read their rings into memory of this size, as many sequences at once as fit.

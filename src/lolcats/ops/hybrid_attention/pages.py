@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.state import HybridState
+from lolcats.ops.hybrid_attention.state import HybridState, PagedStep, Sequences, Tokens
 
 
 def page_parts(state: HybridState) -> dict[str, Tensor]:
@@ -58,55 +58,6 @@ class StatePages:
         """Put states into the given pages, which are all different."""
         for name, view in self.views.items():
             view[page_B] = getattr(state, name).unflatten(1, view.shape[1:3])
-
-
-class Tokens(NamedTuple):
-    """Queries, keys and values of N tokens, and where their outputs are written."""
-
-    q_NHD: Tensor
-    k_NGD: Tensor
-    v_NGD: Tensor
-    y_NHD: Tensor
-    heads_G: Tensor | None = None  # int64, the key/value heads to compute; others are not read or written. None: all
-
-    def part(self, tokens: slice) -> Tokens:
-        return Tokens(self.q_NHD[tokens], self.k_NGD[tokens], self.v_NGD[tokens], self.y_NHD[tokens], self.heads_G)
-
-    def select(self, x: Tensor) -> Tensor:
-        """Of queries, keys or values those of `heads_G`."""
-        if self.heads_G is None:
-            return x
-        return x.unflatten(1, (self.k_NGD.shape[1], -1)).index_select(1, self.heads_G).flatten(1, 2)
-
-    def put(self, y_NHD: Tensor) -> None:
-        """Write the outputs of `heads_G`."""
-        if self.heads_G is None:
-            self.y_NHD.copy_(y_NHD)
-        else:
-            whole = self.y_NHD.unflatten(1, (self.k_NGD.shape[1], -1))
-            whole.index_copy_(1, self.heads_G, y_NHD.unflatten(1, (len(self.heads_G), -1)))
-
-
-class PagedStep(NamedTuple):
-    """Where one token of each of B sequences finds its state and writes its output; `heads_G` as in `Tokens`."""
-
-    page_B: Tensor  # int32; sequences with a negative one do not exist
-    y_BH1D: Tensor  # is anything for sequences that do not exist
-    heads_G: Tensor | None
-
-
-class Sequences(NamedTuple):
-    """N sequences whose tokens are one row, and where their states are.
-
-    page_2N: a pair of int64 [N], the pages where each state is read and written. If these differ, the next sequence is
-        the rest of this one, cut so that the state between is kept, too. All pages that are written are different.
-    """
-
-    page_2N: tuple[Tensor, ...]
-    position_N: Tensor  # int64, tokens that each sequence has seen
-    cu_seqlens: Tensor  # borders, [N + 1]
-    seen: tuple[int, ...] | None  # the numbers in `position_N`, if the host knows them
-    keeps_old: bool = False  # whether a sequence that was cut has tokens from before
 
 
 class PagedBatch:

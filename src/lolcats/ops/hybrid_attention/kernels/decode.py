@@ -64,8 +64,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     store_rows,
     store_vector,
 )
-from lolcats.ops.hybrid_attention.pages import PagedStep
-from lolcats.ops.hybrid_attention.state import HybridParams, HybridState
+from lolcats.ops.hybrid_attention.state import HybridParams, HybridState, PagedStep
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

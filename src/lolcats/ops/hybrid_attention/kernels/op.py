@@ -22,10 +22,11 @@ from lolcats.ops.hybrid_attention.kernels.backward import backward
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forward
 from lolcats.ops.hybrid_attention.kernels.operands import Layout, Operands, Segments, Sums
 from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
-from lolcats.ops.hybrid_attention.pages import Sequences, Tokens
 from lolcats.ops.hybrid_attention.state import (
     HybridParams,
     HybridState,
+    Sequences,
+    Tokens,
     initial_state,
     keeps_eight_bits,
     needs_gradient,
@@ -155,7 +156,7 @@ class _Attention(torch.autograd.Function):
 
 
 class Tables:
-    """Which token goes where, of `pages.Sequences` in a row of T tokens.
+    """Which token goes where, of `Sequences` in a row of T tokens.
 
     The kernels see a row of E entries: of every sequence the tokens of its ring that are in no sum yet, then its new
     tokens; at the end padding, if there is some, or if `seen` does not tell how many there are of the first kind.

@@ -12,7 +12,9 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def write_base(folder: Path, words: list[str], positions: int = 128, chat_template: str | None = None) -> None:
+def write_base(
+    folder: Path, words: list[str], positions: int = 128, chat_template: str | None = None, **shape: int
+) -> None:
     """A random 2-layer Llama with a word-level tokenizer."""
     vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", *words])}
     inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -21,7 +23,7 @@ def write_base(folder: Path, words: list[str], positions: int = 128, chat_templa
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = SHAPE | HEADS | {"vocab_size": len(vocabulary), "max_position_embeddings": positions}
+    sizes = SHAPE | HEADS | {"vocab_size": len(vocabulary), "max_position_embeddings": positions} | shape
     model = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=1))
     for parameter in model.parameters():  # larger weights: attention that is far from uniform
         if parameter.dim() > 1:

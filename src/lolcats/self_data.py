@@ -3,20 +3,29 @@
 `path: self`: a chat model samples a user's message from the beginning of its own chat template, as Magpie
 (arXiv:2406.08464), and then the answer; a base model continues from its begin token. `answers: teacher`: it answers the
 prompts of a source. Rows are kept in the data cache under the hash of what decides them; an interrupted run resumes.
+
+On a GPU, vLLM writes where it is installed, in a process of its own (`python -m lolcats.self_data`); else the engine.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
+import multiprocessing.connection
+import os
 import re
+import subprocess
+import sys
 import zlib
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from filelock import FileLock
 from rich.console import Console
 
@@ -26,9 +35,9 @@ from lolcats.data.cache import cache_directory, content_hash
 from lolcats.data.sources import open_source
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine, slots_in_memory
-from lolcats.generation.request import Piece, Result
+from lolcats.generation.request import Piece, Result, chat_text, end_tokens
 from lolcats.generation.sampling import SamplingParams
-from lolcats.modeling.loading import load_base_model
+from lolcats.modeling.loading import load_base_model, load_skeleton, locate, resolve_device, resolve_dtype
 from lolcats.report import write_text
 from lolcats.training.progress import Progress
 from lolcats.training.run_folder import weights_hash
@@ -42,6 +51,9 @@ MOST_COMPRESSED = 6.0  # texts that zlib makes smaller than by this factor do no
 SHORTEST_PROMPT, SHORTEST_TEXT = 12, 200  # characters
 
 Conversation = list[dict[str, str]]
+Sampler = Callable[[dict[int, list[int]], int, dict[str, Any], int], Iterator[dict[str, Any]]]
+"""Of token ids by index, most new tokens, sampling parameters and a seed: {index, text, finished, tokens, engine} of
+each, when it ends."""
 
 
 def written_file(section: ModelSection, source: DataSource, seed: int, console: Console) -> tuple[Path, dict[str, Any]]:
@@ -57,6 +69,8 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
     with FileLock(folder / "lock"):
         if not about.is_file():
             found = _write(section, file, count, prompts, seed, console)
+            gc.collect()  # the run loads the model again, and both may not fit
+            torch.cuda.empty_cache()
             about.write_text(json.dumps(found | {"sampling": sampling, "hash": key}, indent=1), encoding="utf-8")
     report = json.loads(about.read_text(encoding="utf-8"))
     console.print(f"{report['rows']} rows by the model itself, {report['left_out']} left out: {file}", soft_wrap=True)
@@ -65,19 +79,121 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
 
 def _write(
     section: ModelSection, file: Path, count: int, prompts: list[Conversation] | None, seed: int, console: Console
-) -> dict[str, int]:
+) -> dict[str, Any]:
+    skeleton, tokenizer = load_skeleton(section)
+    length = min(MAX_LENGTH, positions_of(skeleton))
+    with closing(Progress(console)) as progress:
+        write = partial(write_rows, tokenizer, length, file, count, prompts=prompts, seed=seed, progress=progress)
+        if can_use_vllm(section):
+            log = file.with_name("vllm.log")
+            progress.message(f"vLLM writes the model's own data, and to {log}")
+            try:
+                with vllm_sampler(section, length, end_tokens(skeleton), log) as sample:
+                    return write(sample)
+            except ChildProcessError as error:
+                progress.message(f"warning: vLLM failed, so that the engine of lolcats goes on: {error} ({log})")
+        return write(engine_sampler(section, length, min(SLOTS, count)))
+
+
+def engine_sampler(section: ModelSection, length: int, slots: int) -> Sampler:
+    """The engine, for up to so many sequences of `length` tokens at a time."""
     base, tokenizer = load_base_model(section)
     model = keep_softmax(base)
-    length = min(MAX_LENGTH, positions_of(base))
-    slots = slots_in_memory(model, length, min(SLOTS, count))
+    slots = slots_in_memory(model, length, slots)
     engine = Engine(model, tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
-    with closing(Progress(console)) as progress:
-        found = write_rows(engine, file, count, prompts=prompts, seed=seed, progress=progress)
-    engine.shutdown()
-    del engine, model, base
-    gc.collect()  # the run loads the model again, and both may not fit
-    torch.cuda.empty_cache()
-    return found
+
+    def sample(prompts: dict[int, list[int]], new: int, params: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+        events: dict[int, Piece] = {}  # the latest of each
+        for index, prompt in prompts.items():
+            sampling = SamplingParams(max_new_tokens=new, **params, seed=(seed << 32) + index)
+            engine.submit(prompt, sampling, stream=False, on_event=partial(events.__setitem__, index))
+        while engine.step() or events:
+            for index, result in {i: event for i, event in events.items() if isinstance(event, Result)}.items():
+                if result.error is not None:
+                    raise UserError(f"the model's own data: {result.error}; rows are kept, the same command resumes")
+                row = {"index": index, "text": result.text, "finished": result.finish_reason == "stop"}
+                yield row | {"tokens": len(result.token_ids), "engine": "lolcats"}
+            events.clear()
+
+    return sample
+
+
+def can_use_vllm(section: ModelSection) -> bool:
+    """Whether vLLM is installed, and there is a GPU for the whole model."""
+    on_gpu = resolve_device(section.device).type == "cuda"
+    return on_gpu and not section.load_in_4bit and importlib.util.find_spec("vllm") is not None
+
+
+@contextmanager
+def vllm_sampler(section: ModelSection, length: int, ends: frozenset[int], log: Path) -> Iterator[Sampler]:
+    """vLLM, in a process whose memory is free again when the block ends; what it prints goes to `log`.
+
+    Rows depend on those that run at the same time: a seed for each would cost much of the speed.
+    """
+    source, device = locate(section), resolve_device(section.device)
+    settings = source.arguments | {"model": source.path, "tokenizer_revision": section.revision, "max_num_seqs": SLOTS}
+    settings |= {"dtype": str(resolve_dtype(section.dtype, device)).removeprefix("torch."), "max_model_len": length}
+    settings |= {"config_format": "hf", "tokenizer_mode": "hf", "load_format": "safetensors"}
+    settings["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # not compiled: it starts sooner
+    # One process, which torchrun's store does not know.
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    environment["VLLM_NO_USAGE_STATS"] = "1"
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        settings["gpu_memory_utilization"] = 0.9 * free / total
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device.index or 0]
+    pipe, other = multiprocessing.Pipe()
+    command = [sys.executable, "-m", "lolcats.self_data", str(other.fileno()), json.dumps(settings)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], stdout=out, stderr=out)
+    other.close()
+
+    def receive() -> Any:
+        if isinstance(found := pipe.recv(), str):
+            raise ChildProcessError(found)
+        return found
+
+    def sample(prompts: dict[int, list[int]], new: int, params: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+        given = params | {"stop_token_ids": [*ends, *params.get("stop_token_ids", ())], "ignore_eos": True}
+        own_seed = zlib.crc32(f"{seed} {len(prompts)}".encode())  # another one where rows are kept: none comes twice
+        pipe.send((prompts, given | {"max_tokens": new}, own_seed))
+        for _ in prompts:
+            yield receive()
+
+    try:
+        receive()  # it has started
+        yield sample
+    except (EOFError, ConnectionError) as error:
+        raise ChildProcessError(f"its process ended with code {process.wait()}") from error
+    finally:
+        process.kill()
+        process.wait()
+        pipe.close()
+
+
+def _run_vllm(pipe: multiprocessing.connection.Connection, settings: dict[str, Any]) -> None:
+    """The process that `vllm_sampler` starts. It sends None when it can, then each row; or why it cannot."""
+    try:
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = vllm.LLM(**settings).llm_engine
+        pipe.send(None)
+        while True:
+            prompts, params, seed = pipe.recv()
+            set_seed(seed)
+            for index, prompt in prompts.items():
+                sampling = vllm.SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+                engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    (answer,), index = output.outputs, int(output.request_id)
+                    row = {"index": index, "text": answer.text, "finished": answer.finish_reason == "stop"}
+                    pipe.send(row | {"tokens": len(answer.token_ids), "engine": f"vllm {vllm.__version__}"})
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        raise
 
 
 def written_key(source: DataSource) -> str:
@@ -89,16 +205,13 @@ def prompts_of(source: DataSource) -> list[Conversation]:
     """What each row of a source asks: its messages up to the first of a user, its instruction, prompt or question."""
     found: list[Conversation] = []
     for row in open_source(source).rows():
-        if row.get("messages"):
-            roles = [message["role"] for message in row["messages"]]
-            end = roles.index("user") + 1 if "user" in roles else 0
-            kept = [{"role": message["role"], "content": message["content"]} for message in row["messages"][:end]]
-        else:
-            asked = [row.get(name) for name in ("instruction", "input", "prompt", "question")]
-            text = "\n\n".join(part for part in asked if isinstance(part, str) and part)
-            kept = [{"role": "user", "content": text}] if text else []
-        if kept:
-            found.append(kept)
+        asked = [row.get(name) for name in ("instruction", "input", "prompt", "question")]
+        text = "\n\n".join(part for part in asked if isinstance(part, str) and part)
+        messages = row.get("messages") or [{"role": "user", "content": text}] * bool(text)
+        roles = [message["role"] for message in messages]
+        if "user" in roles:
+            kept = messages[: roles.index("user") + 1]
+            found.append([{"role": message["role"], "content": message["content"]} for message in kept])
     if not found:
         raise UserError(
             f"{source.path}: answers=teacher needs messages, instructions, prompts or questions; it has none"
@@ -107,43 +220,59 @@ def prompts_of(source: DataSource) -> list[Conversation]:
 
 
 def write_rows(
-    engine: Engine,
+    tokenizer: Any,
+    length: int,
     file: Path,
     count: int,
+    sample: Sampler,
     *,
     prompts: list[Conversation] | None = None,
     seed: int = 0,
     progress: Progress,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Sample `count` rows and write the good ones as JSON lines: `messages` of a chat model, `text` of a base model.
 
     A good row ends by itself, does not repeat itself, and no other row has the same prompt. What was sampled stays in
     files next to `file`, from which an interrupted call continues.
 
     Args:
-        engine: of the original model, not started; half of its `max_length` is for an answer, a quarter for a prompt.
+        length: most tokens of a row: half for an answer, a quarter for a prompt.
         prompts: what to answer; None: sampled, too.
 
     Returns:
-        rows, left_out and tokens sampled.
+        rows, left_out and tokens sampled, and the engines that wrote.
     """
-    tokenizer, length = engine.tokenizer, engine.runner.max_length or MAX_LENGTH
-    samples = file.with_suffix(".samples")
-    rows: list[dict[str, Any]] = []
+
+    def draw(name: str, prompts: list[list[int]], new: int, params: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+        """What is sampled for each prompt, in their order; the file of that name gets a line of each when it ends."""
+        lines = file.with_suffix(f".{name}")
+        kept = (lines.read_text(encoding="utf-8") if lines.exists() else "").rpartition("\n")
+        write_text(lines, kept[0] + kept[1])  # without a last line that was cut
+        found = {row["index"]: row for row in map(json.loads, kept[0].splitlines())}
+        missing = {index: prompt for index, prompt in enumerate(prompts) if index not in found}
+        tokens = sum(row["tokens"] for row in found.values())
+        progress.start(f"the model's own {name}", "", len(prompts), len(found))
+        with lines.open("a", encoding="utf-8") as stream:
+            for row in sample(missing, new, params, seed):
+                print(json.dumps(row), file=stream, flush=True)
+                found[row["index"]] = row
+                tokens += row["tokens"]
+                progress.update(len(found), "", tokens)
+        return [found[index] for index in sorted(found)]
+
+    drafts, rows = list[dict[str, Any]](), list[dict[str, Any]]()
     if getattr(tokenizer, "chat_template", None):
         # A chat model: prompts, unless they are given, then an answer to each.
         if prompts is None:
-            drafts = file.with_suffix(".prompts")
             opening, stop = _user_turn(tokenizer)
-            _sample(engine, drafts, [opening] * count, PROMPT | stop | {"max_new_tokens": length // 4}, seed, progress)
-            texts = [row["text"].strip() for row in _read(drafts) if row["finished"]]
+            drafts = draw("prompts", [opening] * count, length // 4, PROMPT | stop, seed)
+            texts = [row["text"].strip() for row in drafts if row["finished"]]
             prompts = [[{"role": "user", "content": text}] for text in texts if _is_good(text, SHORTEST_PROMPT)]
         prompts = list({prompt[-1]["content"]: prompt for prompt in prompts}.values())
-        asked = [(prompt, _encode(tokenizer, prompt)) for prompt in prompts]
+        asked = [(prompt, _encode(tokenizer, chat_text(tokenizer, prompt))) for prompt in prompts]
         asked = [(prompt, ids) for prompt, ids in asked if len(ids) <= length // 2]
-        answer = ANSWER | {"max_new_tokens": length // 2}
-        _sample(engine, samples, [ids for _, ids in asked], answer, seed + 1, progress)
-        for row in _read(samples):
+        samples = draw("samples", [ids for _, ids in asked], length // 2, ANSWER, seed + 1)
+        for row in samples:
             text = row["text"].strip()
             if row["finished"] and _is_good(text, 1):
                 rows.append({"messages": [*asked[row["index"]][0], {"role": "assistant", "content": text}]})
@@ -152,19 +281,21 @@ def write_rows(
         if begin is None or prompts is not None:
             need = "a chat template" if prompts is not None else "a begin or end token"
             raise UserError(f"this model's tokenizer has no {need}, so that it cannot write training data: give --data")
-        _sample(engine, samples, [[begin]] * count, PROMPT | {"max_new_tokens": length - 1}, seed, progress)
-        texts = [row["text"] for row in _read(samples)]
+        samples = draw("samples", [[begin]] * count, length - 1, PROMPT, seed)
+        texts = [row["text"].strip() for row in samples]
         rows = [{"text": text} for text in texts if _is_good(text, SHORTEST_TEXT)]
     if not rows:
         raise UserError("the model wrote no usable training data; give data of your own (--data)")
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-    return {"rows": len(rows), "left_out": count - len(rows), "tokens": sum(row["tokens"] for row in _read(samples))}
+    engines = sorted({row.get("engine", "lolcats") for row in drafts + samples})
+    tokens = sum(row["tokens"] for row in samples)
+    return {"rows": len(rows), "left_out": count - len(rows), "tokens": tokens, "engines": engines}
 
 
 def _user_turn(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:
     """The tokens before a user's message in the chat template, and the sampling parameters that stop at its end."""
     mark = "a message to look for"
-    opening, found, rest = _render(tokenizer, [{"role": "user", "content": mark}]).partition(mark)
+    opening, found, rest = chat_text(tokenizer, mark).partition(mark)
     special = [token for token in tokenizer.all_special_tokens if rest.lstrip().startswith(token)]
     end = max(special, key=len, default=next(iter(rest.split()), ""))
     if not found or not end:
@@ -173,48 +304,18 @@ def _user_turn(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:
             " and it answers them: --data PROMPTS,answers=teacher"
         )
     stop = {"stop_token_ids": (tokenizer.convert_tokens_to_ids(end),)} if special else {"stop": (end,)}
-    return list(tokenizer(opening, add_special_tokens=False)["input_ids"]), stop
+    return _encode(tokenizer, opening), stop
 
 
-def _encode(tokenizer: Any, prompt: Conversation) -> list[int]:
-    return list(tokenizer(_render(tokenizer, prompt), add_special_tokens=False)["input_ids"])
-
-
-def _render(tokenizer: Any, prompt: Conversation) -> str:
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-
-
-def _sample(
-    engine: Engine, file: Path, prompts: list[list[int]], params: dict[str, Any], seed: int, progress: Progress
-) -> None:
-    """Append {index, text, finished, tokens} for each prompt that `file` has no line of, as they come."""
-    tokens = {row["index"]: row["tokens"] for row in _read(file)}
-    if file.exists():  # without a last line that was cut
-        file.write_text("".join(file.read_text(encoding="utf-8").rpartition("\n")[:2]), encoding="utf-8")
-    events: dict[int, Piece] = {}  # the latest of each
-    for index in sorted({*range(len(prompts))} - {*tokens}):
-        sampling = SamplingParams(**params, seed=(seed << 32) + index)
-        engine.submit(prompts[index], sampling, stream=False, on_event=partial(events.__setitem__, index))
-    progress.start(f"the model's own {file.suffix[1:]}", "", len(prompts), len(tokens))
-    with file.open("a", encoding="utf-8") as stream:
-        while engine.step() or events:
-            for index, result in {i: event for i, event in events.items() if isinstance(event, Result)}.items():
-                if result.error is not None:
-                    raise UserError(f"the model's own data: {result.error}; rows are kept, the same command resumes")
-                tokens[index] = len(result.token_ids)
-                row = {"index": index, "text": result.text, "finished": result.finish_reason == "stop"}
-                print(json.dumps(row | {"tokens": tokens[index]}), file=stream, flush=True)
-                progress.update(len(tokens), "", sum(tokens.values()))
-            events.clear()
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    """Rows of a file that may end in a line that was cut, in the order of their prompts."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return sorted(map(json.loads, text.split("\n")[:-1]), key=lambda row: row["index"])
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _is_good(text: str, shortest: int) -> bool:
     data = text.encode()
     repeats = len(data) > 2 * SHORTEST_TEXT and len(data) > MOST_COMPRESSED * len(zlib.compress(data))
     return len(text) >= shortest and not repeats and re.search(r"\w", text) is not None
+
+
+if __name__ == "__main__":
+    _run_vllm(multiprocessing.connection.Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -58,3 +60,41 @@ def serve() -> Iterator[Callable[..., Any]]:
 
     yield run
     stop()
+
+
+@pytest.fixture(autouse=HAS_VLLM)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often our books of states answered without vLLM's, whose answer is the same each time and changes nothing."""
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    from lolcats.vllm_plugin.states import StateManager
+
+    asked, counts = list[str](), Counter[str]()
+
+    def books(manager: Any) -> Any:
+        kept = {name: x for name, x in vars(manager).items() if isinstance(x, dict | set | list)}
+        kept["req_to_blocks"] = {name: [*map(id, blocks)] for name, blocks in manager.req_to_blocks.items() if blocks}
+        return manager.block_pool.get_num_free_blocks(), repr(kept)
+
+    def compare(name: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            asked.append(name)
+            return theirs(*args, **kwargs)
+
+        def answer(manager: Any, *args: Any, **kwargs: Any) -> Any:
+            asked.clear()
+            found = ours(manager, *args, **kwargs)
+            if not asked:
+                counts[name] += 1
+                before = books(manager)
+                assert theirs(manager, *args, **kwargs) == found
+                assert books(manager) == before
+            return found
+
+        monkeypatch.setattr(MambaManager, name, watched)
+        monkeypatch.setattr(StateManager, name, answer)
+
+    for name, ours in [*vars(StateManager).items()]:
+        if isinstance(ours, FunctionType) and name in vars(MambaManager):
+            compare(name, ours, getattr(MambaManager, name))
+    return counts

@@ -62,7 +62,7 @@ def check(answer: Answer, alone: Answer, new: int) -> None:
             return
 
 
-def test_load(folder, serve) -> None:
+def test_load(folder, serve, at_once) -> None:
     """In a cache for a few of the sequences, so that some are preempted."""
     graphs = GRAPHS if torch.cuda.is_available() else {}
     options = {"max_num_batched_tokens": 96, "kv_cache_memory_bytes": 5 << 20, "enable_prefix_caching": True}
@@ -77,3 +77,5 @@ def test_load(folder, serve) -> None:
     assert served.metric("num_preemptions") > 0
     assert counts["fewest_free"] < free  # the count sees pages that are in use
     assert served.free_pages() == free
+    assert len(at_once) == 4, at_once
+    assert min(at_once.values()) > 100, at_once

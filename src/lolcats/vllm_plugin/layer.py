@@ -5,7 +5,6 @@ What exact heads with a window keep has a fixed size too, and lies in pages behi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +38,7 @@ from lolcats.vllm_plugin.pages import (
     states_of,
 )
 from lolcats.vllm_plugin.rings import ring_attention
+from lolcats.vllm_plugin.states import StateSpec
 
 # A prefix may end at multiples of it, if some heads or layers keep all keys. vLLM by itself lets it end where blocks of
 # keys and of states both do, and often has no state there.
@@ -91,7 +91,7 @@ class Page(nn.Module, MambaBase):
         spec: Any = super().get_kv_cache_spec(vllm_config)
         inner = {"num_prefill_checkpoint_blocks": int(inside), "prefill_checkpoint_alignment": 1}
         size = self.size if spec.page_size_padded is None else spec.page_size_padded // self.in_block
-        return replace(spec, shapes=((size,),), page_size_padded=None, **inner)
+        return StateSpec(**vars(spec) | {"shapes": ((size,),), "page_size_padded": None} | inner)
 
 
 class PagedHybridAttention(nn.Module):

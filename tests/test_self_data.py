@@ -26,8 +26,7 @@ def chat_dir(model_dir, tmp_path, monkeypatch):
     """A folder of the tiny model with a chat template, and an empty data cache."""
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(self_data, "SHORTEST_TEXT", 20)
-    folder = tmp_path / "chat"
-    shutil.copytree(model_dir, folder)
+    folder = shutil.copytree(model_dir, tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -40,7 +39,8 @@ def rows(folder, source, seed=0, console=None):
     return [json.loads(line) for line in file.read_text().splitlines()], report, file
 
 
-def test_a_chat_model_writes_prompts_and_answers(chat_dir):
+def test_a_chat_model_writes_prompts_and_answers(chat_dir, monkeypatch):
+    monkeypatch.setattr(type(chat_dir), "write_text", None)  # which leaves a part of a file on a full disk
     written, report, file = rows(chat_dir, DataSource(path="self", max_rows=24))
     assert len(written) == report["rows"]
     assert report["rows"] + report["left_out"] == 24
@@ -72,7 +72,7 @@ def test_an_interrupted_call_resumes_with_the_same_rows(chat_dir, monkeypatch, c
 def test_a_base_model_continues_from_its_first_token(chat_dir, model_dir, tmp_path):
     written, _, _ = rows(model_dir, DataSource(path="self", max_rows=12))
     assert all(len(row["text"]) >= 20 for row in written)
-    with pytest.raises(UserError, match="chat template"):
+    with pytest.raises(UserError, match="has no chat template"):
         rows(model_dir, DataSource(path=str(_file(tmp_path, [{"prompt": "w1 w2 w3 w4"}])), answers="teacher"))
 
 

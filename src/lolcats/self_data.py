@@ -71,7 +71,7 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
             found = _write(section, file, count, prompts, seed, console)
             gc.collect()  # the run loads the model again, and both may not fit
             torch.cuda.empty_cache()
-            about.write_text(json.dumps(found | {"sampling": sampling, "hash": key}, indent=1), encoding="utf-8")
+            write_text(about, json.dumps(found | {"sampling": sampling, "hash": key}, indent=1))
     report = json.loads(about.read_text(encoding="utf-8"))
     console.print(f"{report['rows']} rows by the model itself, {report['left_out']} left out: {file}", soft_wrap=True)
     return file, report
@@ -279,7 +279,7 @@ def write_rows(
     else:  # a base model continues from its begin token
         begin = next((x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None), None)
         if begin is None or prompts is not None:
-            need = "a chat template" if prompts is not None else "a begin or end token"
+            need = "chat template" if prompts is not None else "begin or end token"
             raise UserError(f"this model's tokenizer has no {need}, so that it cannot write training data: give --data")
         samples = draw("samples", [[begin]] * count, length - 1, PROMPT, seed)
         texts = [row["text"].strip() for row in samples]

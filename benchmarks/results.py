@@ -307,8 +307,8 @@ def trained(results: Results) -> list[str]:
     """What training on other data leaves of a model and of its original."""
     seeds = {"teacher": None, "25 %, 8 bits, gates on 8192 tokens": 1}  # of what was trained; None: all runs
     runs = [run for run in results.ability["0.5b"] if seeds.get(run["row"], -1) in (None, run["seed"])]
-    columns = {"HumanEval": percent("humaneval"), "GSM8K": percent("gsm8k")}
-    columns |= {"one fact, 8k": fact("needle", 8192, "recall"), "one of four, 8k": fact("needles", 8192, "recall")}
+    columns, both = {"HumanEval": percent("humaneval"), "GSM8K": percent("gsm8k")}, ("recall", "recall_long")
+    columns |= {"one fact, 8k": fact("needle", 8192, *both), "one of four, 8k": fact("needles", 8192, *both)}
     return of_runs([*runs, *(run for run in results.long if "humaneval" in run["found"])], columns)
 
 

@@ -26,7 +26,7 @@ class StateManager(MambaManager):
         """Whether the state after so many tokens is in the sequence's last page, and no copy or checkpoint is due."""
         if self.mamba_cache_mode != "align" or request_id not in self._allocated_block_reqs:
             return False
-        due = request_id in self._partial_hit_reqs or request_id in self._checkpoints
+        due = self.num_speculative_blocks or request_id in self._partial_hit_reqs or request_id in self._checkpoints
         return not due and 0 <= len(self.req_to_blocks[request_id]) * self.block_size - tokens < self.block_size
 
     def get_num_blocks_to_allocate(

@@ -82,14 +82,16 @@ def test_mistakes_end_with_a_message(cli, pipeline_calls, arguments, message):
 
 def test_errors_of_the_pipeline_interruption_and_debug(cli, pipeline_calls, replace_module):
     full = UserError("the disk [is] full")
-    raised = [KeyboardInterrupt(), Terminated("`x --resume` continues"), full, full]
+    raised = [KeyboardInterrupt(), Terminated("`x --resume` continues"), full, OSError(28, "No space"), full]
     replace_module("lolcats.pipeline", linearize=Mock(side_effect=raised))
     arguments = ["linearize", "m", "--data", "d", "-o", "out"]
-    interrupted, terminated, failed, debugged = *(cli(*arguments) for _ in range(3)), cli("--debug", *arguments)
+    interrupted, terminated, failed, refused = (cli(*arguments) for _ in range(4))
+    debugged = cli("--debug", *arguments)
     assert interrupted.exit_code == 130
     assert "--resume" not in interrupted.stderr  # the pipeline says whether there is anything to resume
     assert terminated.exit_code == 143
     assert "terminated `x --resume` continues" in terminated.stderr
     assert failed.exit_code == 1
     assert "error: the disk [is] full" in failed.stderr
+    assert "error: [Errno 28] No space; mend that, and" in refused.stderr
     assert isinstance(debugged.exception, UserError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -14,18 +15,22 @@ from typer.core import TyperGroup
 
 from lolcats.errors import Terminated, UserError
 
+# Of the file system, for users to mend: a full disk, no permission, a file where a folder should be.
+REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR}
+
 
 class Group(TyperGroup):
-    """A command group whose UserErrors end the program with a message instead of a traceback."""
+    """A command group whose UserErrors, and what the file system refuses, end the program with a message."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except UserError as error:
-            if ctx.params.get("debug"):
+        except (UserError, OSError) as error:
+            if ctx.params.get("debug") or (isinstance(error, OSError) and error.errno not in REFUSED):
                 raise
-            if not error.suppress_output:
-                notes().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            if not getattr(error, "suppress_output", False):
+                hint = "; mend that, and give the same command again" * isinstance(error, OSError)
+                notes().print(f"[bold red]error:[/] {escape(str(error))}{hint}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as stop:
             what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)

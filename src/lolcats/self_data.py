@@ -165,7 +165,7 @@ def vllm_sampler(section: ModelSection, length: int, ends: frozenset[int], log: 
         receive()  # it has started
         yield sample
     except (EOFError, ConnectionError) as error:
-        raise ChildProcessError(f"its process ended with code {process.wait()}") from error
+        raise ChildProcessError(f"its process ended with code {process.wait(60)}") from error
     finally:
         process.kill()
         process.wait()

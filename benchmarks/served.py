@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,16 @@ def measure(tokenizer: str, row: tuple[int, ...], text: Path | None = None) -> d
     return {name: found.get(name) for name in SHOWN}
 
 
+def growth(log: str, row: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Every ten seconds, by vLLM's log: tokens of a sequence, tokens/s of all, and how many ran (others wait)."""
+    clients, shared, prompt, *_ = row
+    generated, found = 0.0, []
+    for rate, running in re.findall(r"generation throughput: ([\d.]+) tokens/s, Running: (\d+)", log):
+        generated += 10 * float(rate)
+        found.append((round(shared + prompt + generated / clients), round(float(rate)), int(running)))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
@@ -148,8 +159,9 @@ def main() -> None:
                 with server(model, [*options, "--kv-cache-dtype", cache], folder / "log") as ready_s:
                     measure(models[0], (8, 0, 2048, 16, 16))  # compiles kernels
                     for row in ROWS if given.text is None else [row for row in ROWS if not row[1]]:
-                        named = dict(zip(NAMES, row, strict=True))
+                        named, before = dict(zip(NAMES, row, strict=True)), len((folder / "log").read_text())
                         found = entry | named | {"ready_s": ready_s} | measure(models[0], row, given.text)
+                        found["growth"] = growth((folder / "log").read_text()[before:], row)
                         report["rows"].append(found)
                         print(*found.values(), flush=True)
                         given.json.write_text(json.dumps(report, indent=1))

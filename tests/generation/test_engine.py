@@ -156,6 +156,19 @@ def test_long_prompts_do_not_starve_others(kit, make_engine):
     assert engine.runner.tokens_prefilled == 205
 
 
+def test_prompts_of_a_long_line_run_together(kit, make_engine, monkeypatch):
+    engine, passes = make_engine(max_slots=64), []
+    prefill = engine.runner.prefill
+    monkeypatch.setattr(engine.runner, "prefill", lambda slots, x: passes.append(len(slots)) or prefill(slots, x))
+    prompts = [kit.random_tokens(3, seed) for seed in range(101)]
+    params = [SamplingParams(max_new_tokens=2 + seed * 37 % 101, ignore_eos=True) for seed in range(101)]
+    together = engine.generate(prompts, params)
+    assert sum(passes) == 101
+    assert passes.count(1) <= 1, passes
+    alone = make_engine(max_slots=1).generate(prompts[-3:], params[-3:])
+    assert [result.token_ids for result in together[-3:]] == [result.token_ids for result in alone]
+
+
 def test_a_callback_that_fails_ends_its_request_only(make_engine):
     engine = make_engine()
 

@@ -26,6 +26,8 @@ from lolcats.modeling.cache_size import cache_bytes
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8
+# Of the slots so many are given out at once while more requests wait than slots are free: a thirty-second of all.
+ADMITTED = 32
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
@@ -316,14 +318,16 @@ class Scheduler:
             request = self.cancelled.popleft()
             if not request.done:
                 self.finish(request, "cancelled")
-        while self.waiting and None in self.owner:
-            self._admit(self.waiting.popleft())
+        # Passes over prompts take the host as long as several steps: some wait for others where more come than can run.
+        if self.owner.count(None) >= min(len(self.waiting), len(self.owner) // ADMITTED or 1):
+            while self.waiting and None in self.owner:
+                self._admit(self.waiting.popleft())
         self._prefill()
         self._decode()
 
     def _admit(self, request: Request) -> None:
-        """Give a request the last free slot, with the state that it starts from."""
-        self._assign(max(slot for slot, owner in enumerate(self.owner) if owner is None), request)
+        """Give a request the first free slot, with the state that it starts from."""
+        self._assign(self.owner.index(None), request)
         self.prefilling.append(request)
         try:
             if request.snapshot is None:

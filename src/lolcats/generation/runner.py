@@ -120,9 +120,8 @@ class SlotCache(Cache):
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:
         """Copy a slot over another."""
-        for part in self.parts.values():
-            for buffer in part.buffers.values():
-                buffer[target].copy_(buffer[source])
+        buffers = [buffer for part in self.parts.values() for buffer in part.buffers.values()]
+        copy_all([(buffer[target], buffer[source]) for buffer in buffers])
         self.set_length(target, self.lengths[source])
 
     def exchange(self, first: int, second: int) -> None:

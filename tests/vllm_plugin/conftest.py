@@ -64,19 +64,22 @@ def serve() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(autouse=HAS_VLLM)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often our books of states answered without vLLM's, whose answer is the same each time and changes nothing."""
-    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+    """How often our books answered without vLLM's, whose answer is the same each time and changes nothing."""
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
-    from lolcats.vllm_plugin.states import StateManager
+    from lolcats.vllm_plugin.states import KeyManager, StateManager
 
     asked, counts = list[str](), Counter[str]()
 
     def books(manager: Any) -> Any:
         kept = {name: x for name, x in vars(manager).items() if isinstance(x, dict | set | list)}
         kept["req_to_blocks"] = {name: [*map(id, blocks)] for name, blocks in manager.req_to_blocks.items() if blocks}
-        return manager.block_pool.get_num_free_blocks(), repr(kept)
+        pool = manager.block_pool
+        return pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block), repr(kept)
 
-    def compare(name: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    def compare(own: Any, base: Any, name: str) -> None:
+        ours, theirs = vars(own)[name], vars(base)[name]
+
         def watched(*args: Any, **kwargs: Any) -> Any:
             asked.append(name)
             return theirs(*args, **kwargs)
@@ -85,16 +88,16 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             asked.clear()
             found = ours(manager, *args, **kwargs)
             if not asked:
-                counts[name] += 1
+                counts[f"{own.__name__}.{name}"] += 1
                 before = books(manager)
                 assert theirs(manager, *args, **kwargs) == found
                 assert books(manager) == before
             return found
 
-        monkeypatch.setattr(MambaManager, name, watched)
-        monkeypatch.setattr(StateManager, name, answer)
+        monkeypatch.setattr(base, name, watched)
+        monkeypatch.setattr(own, name, answer)
 
-    for name, ours in [*vars(StateManager).items()]:
-        if isinstance(ours, FunctionType) and name in vars(MambaManager):
-            compare(name, ours, getattr(MambaManager, name))
+    for own, base in ((StateManager, MambaManager), (KeyManager, FullAttentionManager)):
+        for name in {name for name, x in vars(own).items() if isinstance(x, FunctionType) and name in vars(base)}:
+            compare(own, base, name)
     return counts

@@ -1,12 +1,12 @@
-"""How vLLM's scheduler keeps the books of states: as of its own, but at once where a step changes nothing."""
+"""How vLLM's scheduler keeps the books of states and exact heads: as of its own, at once where nothing changes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 
@@ -65,5 +65,30 @@ class StateManager(MambaManager):
         super().remove_skipped_blocks(request_id, processed_computed_tokens, *args)
 
 
+@dataclass(frozen=True)
+class KeySpec(FullAttentionSpec):
+    """Of exact heads that keep all keys, whose books `KeyManager` keeps."""
+
+
+class KeyManager(FullAttentionManager):
+    """vLLM's, which enters where a prompt ends inside a block again in each step; here once, and for each new block."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.entered: dict[str, int] = {}  # of prompts that were: full blocks then
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if num_tokens // self.block_size <= self.entered.get(request.request_id, -1):
+            return
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+        if num_tokens >= request.num_prompt_tokens:
+            self.entered[request.request_id] = self.num_cached_block.get(request.request_id, 0)
+
+    def pop_blocks_for_free(self, request_id: str) -> Any:
+        self.entered.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+
 KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own, which it does only while there are none
 KVCacheSpecRegistry.register(StateSpec, StateManager, uniform_type_base_spec=MambaSpec)
+KVCacheSpecRegistry.register(KeySpec, KeyManager, uniform_type_base_spec=FullAttentionSpec)

@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -34,7 +35,7 @@ from lolcats.conversion import keep_softmax, positions_of
 from lolcats.data.cache import cache_directory, content_hash
 from lolcats.data.sources import open_source
 from lolcats.errors import UserError
-from lolcats.generation.engine import Engine, slots_in_memory
+from lolcats.generation.engine import ADMITTED, Engine, slots_in_memory
 from lolcats.generation.request import Piece, Result, chat_text, end_tokens
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.loading import load_base_model, load_skeleton, locate, resolve_device, resolve_dtype
@@ -183,10 +184,13 @@ def _run_vllm(pipe: multiprocessing.connection.Connection, settings: dict[str, A
         while True:
             prompts, params, seed = pipe.recv()
             set_seed(seed)
-            for index, prompt in prompts.items():
-                sampling = vllm.SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
-                engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling)
-            while engine.has_unfinished_requests():
+            waiting = deque(prompts.items())
+            while waiting or engine.has_unfinished_requests():
+                free = SLOTS - engine.get_num_unfinished_requests()
+                if free >= min(len(waiting), SLOTS // ADMITTED):  # passes over prompts are no CUDA graphs
+                    for index, prompt in [waiting.popleft() for _ in range(min(free, len(waiting)))]:
+                        sampling = vllm.SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+                        engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling)
                 for output in engine.step():
                     (answer,), index = output.outputs, int(output.request_id)
                     row = {"index": index, "text": answer.text, "finished": answer.finish_reason == "stop"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import warnings
@@ -71,6 +72,7 @@ def prepare_libraries(quiet: bool = True) -> None:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
         warnings.filterwarnings("ignore", module=rf"({NOISY})(\.|$)")
+        logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it tries implementations for all devices
     for variable, value in settings.items():
         os.environ.setdefault(variable, value)
 

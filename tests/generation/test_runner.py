@@ -1,5 +1,6 @@
 """Slots and the runner: rows that do not take part stay as they are; numbers rounded up for CUDA graphs."""
 
+import gc
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -102,15 +103,18 @@ def test_the_model_is_as_before_when_the_runner_is_closed_or_gone(kit, monkeypat
     def attributes():
         return {(name, key): x for name, part in model.named_modules() for key, x in vars(part).items()}
 
-    before = attributes()
+    before, _ = attributes(), gc.collect()  # other tests' runners
+    assert torch.backends.cuda.cudnn_sdp_enabled()
     runner = Runner(model, 1)
     runner.prefill([0], [[1, 2, 3]])
     assert model.patched
     assert not model.training
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     runner.close()
     assert attributes() == before
     Runner(model, 1)  # nobody closes it
     assert not hasattr(model, "patched")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_sizes(kit, model):

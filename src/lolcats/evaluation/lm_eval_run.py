@@ -26,6 +26,7 @@ from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.softmax import any_length
 
 SLOTS = 256  # most answers that are generated at a time
 
@@ -154,13 +155,13 @@ def _measured(row: dict[str, Any], metric: str) -> dict[str, Any]:
 
 @contextmanager
 def lm_eval_set_up() -> Iterator[None]:
-    """lm-eval without its log lines, and with each Jinja template compiled once instead of for every question, which
-    for MMLU takes minutes."""
+    """lm-eval without its log lines, with attention for `any_length`, and each Jinja template compiled once instead of
+    for every question, which for MMLU takes minutes."""
     logger, template = logging.getLogger("lm_eval"), functools.lru_cache(maxsize=1024)(env.from_string)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with patch.object(env, "from_string", template):
+        with any_length(), patch.object(env, "from_string", template):
             yield
     finally:
         logger.setLevel(level)

@@ -26,6 +26,7 @@ from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, recu
 from lolcats.modeling.fused import CompiledLayers, fused_kernels
 from lolcats.modeling.graphs import Graphs
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.softmax import any_length
 
 DEFAULT_MAX_LENGTH = 4096
 # Prompts, or pieces of them, of so many tokens at most run from CUDA graphs: longer ones do not wait for the host.
@@ -205,7 +206,8 @@ def bucket(count: int, most: int) -> int:
 
 class Runner:
     """Runs a linearized model over static slots; until `close` it is in eval mode and, on a GPU, computes norms,
-    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`).
+    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`), and this
+    process's attention is that for `any_length`.
 
     Args:
         model: a `LolcatsForCausalLM`.
@@ -241,6 +243,7 @@ class Runner:
         changes = ExitStack()
         self._restore = weakref.finalize(self, changes.close)
         changes.callback(model.train, model.training)
+        changes.enter_context(any_length())
         model.eval()
         self.max_length: int | None = None
         if model.config.has_exact_heads and model.config.attention.exact_tokens is not None:

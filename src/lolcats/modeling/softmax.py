@@ -7,7 +7,8 @@ end: query i stands at key K - T + i.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from lolcats.ops.hybrid_attention.state import Scoring, needs_gradient
 
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
 QUERY_BLOCK = 1024
+_before: list[bool] = []  # whether PyTorch took cuDNN's attention before each block of `any_length` that is open
 
 
 class Visible(NamedTuple):
@@ -44,6 +46,20 @@ class Visible(NamedTuple):
     cu_seqlens: Any = None
     key_borders: Sequence[int] | None = None
     length: Tensor | None = None
+
+
+@contextmanager
+def any_length() -> Iterator[None]:
+    """Within the block PyTorch's attention starts at once for new lengths: on Hopper it takes cuDNN's otherwise, which
+    plans some tenths of a second for each (https://github.com/modelscope/FunASR/issues/3704)."""
+    _before.append(torch.backends.cuda.cudnn_sdp_enabled())
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        first, _ = _before[0], _before.pop()
+        if not _before:
+            torch.backends.cuda.enable_cudnn_sdp(first)
 
 
 def softmax_attention(

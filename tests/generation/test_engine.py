@@ -7,7 +7,7 @@ import torch
 from generation_kit import BOUNDED, CHUNKED, HYBRID
 from toy_stage import failing
 
-from lolcats.generation.engine import Engine, Scheduler
+from lolcats.generation.engine import MOST_HELD, Engine, Scheduler
 from lolcats.generation.request import Piece, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
@@ -167,6 +167,18 @@ def test_prompts_of_a_long_line_run_together(kit, make_engine, monkeypatch):
     assert passes.count(1) <= 1, passes
     alone = make_engine(max_slots=1).generate(prompts[-3:], params[-3:])
     assert [result.token_ids for result in together[-3:]] == [result.token_ids for result in alone]
+
+
+def test_a_free_slot_waits_for_others_some_steps_at_most(kit, make_engine):
+    engine = make_engine(max_slots=64)
+    many = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    running = [engine.submit(kit.random_tokens(2, seed), many) for seed in range(63)]
+    engine.step()
+    others = [engine.submit(kit.random_tokens(2, seed), SamplingParams(max_new_tokens=1)) for seed in range(2)]
+    for _ in range(MOST_HELD + 2):
+        engine.step()
+    assert all(other.done for other in others)
+    assert not any(request.done for request in running)
 
 
 def test_a_callback_that_fails_ends_its_request_only(make_engine):

@@ -1,10 +1,10 @@
 """Many requests at once on one linearized model: continuous batching over static slots.
 
 `Engine` is the public interface, safe from any thread; its `Scheduler` says what each step feeds and generates, and
-which request has which slot. A step gives free slots to waiting requests in their order, feeds one bounded chunk of
-prompts, and generates one token for every decoding request. Prompts in prefill take turns, so that a short one does not
-wait for a long one, and running answers wait for one chunk at most. Whatever fails ends the requests that it concerns,
-and only these.
+which request has which slot. A step gives free slots to waiting requests in their order (to several at once, if a line
+waits), feeds one bounded chunk of prompts, and generates one token for every decoding request. Prompts in prefill take
+turns, so that a short one does not wait for a long one, and running answers wait for one chunk at most. Whatever fails
+ends the requests that it concerns, and only these.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from lolcats.modeling.cache_size import cache_bytes
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8
-# Of the slots so many are given out at once while more requests wait than slots are free: a thirty-second of all.
-ADMITTED = 32
+# Where more requests wait than slots are free, a thirty-second of all slots is given out at once, or what is free after
+# some steps: a pass over prompts takes the host as long as several steps.
+ADMITTED, MOST_HELD = 32, 16
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
@@ -299,7 +300,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.cancelled: deque[Request] = deque()
         self.owner: list[Request | None] = [None] * runner.cache.max_slots
-        self.decoding = 0
+        self.decoding = self.held = 0
         self.prefilling: deque[Request] = deque()
 
     @property
@@ -318,8 +319,10 @@ class Scheduler:
             request = self.cancelled.popleft()
             if not request.done:
                 self.finish(request, "cancelled")
-        # Passes over prompts take the host as long as several steps: some wait for others where more come than can run.
-        if self.owner.count(None) >= min(len(self.waiting), len(self.owner) // ADMITTED or 1):
+        free = self.owner.count(None)
+        self.held = self.held + 1 if free and self.waiting else 0
+        if free >= min(len(self.waiting), len(self.owner) // ADMITTED or 1) or self.held > MOST_HELD:
+            self.held = 0
             while self.waiting and None in self.owner:
                 self._admit(self.waiting.popleft())
         self._prefill()

@@ -67,7 +67,7 @@ class StateManager(MambaManager):
 
 @dataclass(frozen=True)
 class KeySpec(FullAttentionSpec):
-    """Of exact heads that keep all keys, whose books `KeyManager` keeps."""
+    """Of exact heads beside linear ones that keep all keys, whose books `KeyManager` keeps."""
 
 
 class KeyManager(FullAttentionManager):
@@ -75,14 +75,16 @@ class KeyManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.entered: dict[str, int] = {}  # of prompts that were: full blocks then
+        self.entered: dict[str, tuple[int, int]] = {}  # of prompts: their tokens (sessions add some), full blocks then
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        if num_tokens // self.block_size <= self.entered.get(request.request_id, -1):
+        prompt, full = self.entered.get(request.request_id, (0, -1))
+        if prompt == request.num_prompt_tokens and num_tokens // self.block_size <= full:
             return
         super().cache_blocks(request, num_tokens, *args, **kwargs)
         if num_tokens >= request.num_prompt_tokens:
-            self.entered[request.request_id] = self.num_cached_block.get(request.request_id, 0)
+            full = self.num_cached_block.get(request.request_id, 0)
+            self.entered[request.request_id] = request.num_prompt_tokens, full
 
     def pop_blocks_for_free(self, request_id: str) -> Any:
         self.entered.pop(request_id, None)

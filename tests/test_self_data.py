@@ -99,6 +99,7 @@ class LLM:
     def __init__(self, **settings):
         self.llm_engine, self.waiting, self.ended = self, [], 0
         self.has_unfinished_requests = lambda: bool(self.waiting)
+        self.get_num_unfinished_requests = lambda: len(self.waiting)
         self.add_request = lambda index, prompt, params: self.waiting.append(index)
 
     def step(self):

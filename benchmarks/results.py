@@ -56,9 +56,9 @@ PARTS = {
 TABLES = {  # by sweep
     "main_15": ResultTable(
         {"teacher": "Qwen2.5-Coder-1.5B-Instruct (softmax)", "softmax + LoRA": "softmax + LoRA"}
-        | {"lolcats-hybrid": "`lolcats-hybrid`, half of the tokens"}
+        | {"lolcats-hybrid": "`lolcats-hybrid`"}
         | same("half of the layers softmax", "LoLCATs", "window only", "no transfer", "T2R", "Hedgehog"),
-        AFTER | TASKS,
+        {"tokens": "M tokens", "minutes": "minutes"} | AFTER | TASKS,
         ("main", "main-no-transfer", "seeds"),
     ),
     "components": ResultTable(
@@ -178,12 +178,15 @@ def _finished(file: Path) -> list[dict[str, Any]]:
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
-    """ "perplexity STAGE", "perplexity on TEXT"; accuracies in percent by task."""
-    stages = {name: value for name, value in row.get("perplexity", {}).items() if value is not None}
-    if "swapped" in stages:  # before LoRA, where nothing is transferred
-        stages.setdefault("transfer", stages["swapped"])
+    """ "perplexity STAGE", "perplexity on TEXT"; accuracies in percent by task; millions of tokens, minutes."""
+    after = {name: value for name, value in row.get("perplexity", {}).items() if value is not None}
+    if "swapped" in after:  # before LoRA, where nothing is transferred
+        after.setdefault("transfer", after["swapped"])
     texts = {f"on {name}": value for name, value in row.get("held_out", {}).items()}
-    found = {f"perplexity {name}": value for name, value in (stages | texts).items()}
+    found = {f"perplexity {name}": value for name, value in (after | texts).items()}
+    if stages := row.get("stages", {}).values():
+        found["tokens"] = sum(stage["tokens"] for stage in stages) / 1e6
+        found["minutes"] = sum(stage["seconds"] for stage in stages) / 60
     measured = row.get("evaluation", {})
     for name, cell in (measured.get("tasks", {}) | measured.get("averages", {})).items():
         found[name] = 100 * cell["value"]
@@ -216,7 +219,7 @@ def _number(values: list[float]) -> str:
         return "-"
     mean = statistics.fmean(values)
     digits = 2 if mean < 1000 else 0
-    return f"{mean:.{digits}f}" + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+    return f"{mean:.{digits}f}" + (f" ± {statistics.stdev(values):.{digits}f}" if len({*values}) > 1 else "")
 
 
 def _papers_number(value: Any) -> str:

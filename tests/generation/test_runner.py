@@ -103,7 +103,8 @@ def test_the_model_is_as_before_when_the_runner_is_closed_or_gone(kit, monkeypat
     def attributes():
         return {(name, key): x for name, part in model.named_modules() for key, x in vars(part).items()}
 
-    before, _ = attributes(), gc.collect()  # other tests' runners
+    before = attributes()
+    gc.collect()  # other tests' runners
     assert torch.backends.cuda.cudnn_sdp_enabled()
     runner = Runner(model, 1)
     runner.prefill([0], [[1, 2, 3]])

@@ -206,8 +206,8 @@ def bucket(count: int, most: int) -> int:
 
 class Runner:
     """Runs a linearized model over static slots; until `close` it is in eval mode and, on a GPU, computes norms,
-    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`), and this
-    process's attention is that for `any_length`.
+    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`). Until then
+    attention in this process starts at once at `any_length`.
 
     Args:
         model: a `LolcatsForCausalLM`.

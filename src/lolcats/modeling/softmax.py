@@ -57,7 +57,8 @@ def any_length() -> Iterator[None]:
     try:
         yield
     finally:
-        first, _ = _before[0], _before.pop()
+        first = _before[0]
+        _before.pop()
         if not _before:
             torch.backends.cuda.enable_cudnn_sdp(first)
 

@@ -100,9 +100,9 @@ def weights(model: Any, ids_NT: Tensor) -> tuple[dict[str, Any], dict[str, Any]]
     maps: tuple[dict[str, Any], dict[str, Any]] = {}, {}
 
     def observe(seen: Observed) -> None:
-        module, layer_idx, q, k, _, y_softmax, scoring, visible = seen
+        module, layer_idx, q, k, _, y_softmax, scoring, _ = seen
         params = module.params(scoring)
-        hybrid, softmax, _ = attention_weights(q, k, module.config, params, cu_seqlens=visible.cu_seqlens)
+        hybrid, softmax = attention_weights(q, k, module.config, params)(0, q.shape[2])
         values = torch.special.entr(softmax).sum(-1).mean((0, 2)), y_softmax.float().square().mean((0, 2, 3))
         for name, value_H in zip(found, values, strict=True):
             found[name][layer_idx] = found[name].get(layer_idx, 0) + value_H / len(ids_NT)

@@ -62,14 +62,13 @@ def test_transfer_compares_the_linear_heads_alone(kit):
     seen = {}
 
     def observe(layer):
-        module, layer_idx, q, k, v, y_softmax, scoring, visible = layer
-        call = scoring, visible.cu_seqlens
-        seen[layer_idx] = module.output_mse(q, k, v, y_softmax, *call)
+        module, layer_idx, q, k, v, y_softmax, scoring, _ = layer
+        seen[layer_idx] = module.output_mse(q, k, v, y_softmax, scoring)
         changed = y_softmax.clone()
         exact = module.heads.exact[0]
         changed[:, 2 * exact : 2 * exact + 2] += 100.0
-        assert torch.equal(module.output_mse(q, k, v, changed, *call), seen[layer_idx])
-        assert not torch.equal(module.output_mse(q, k, v, changed.flip(1), *call), seen[layer_idx])
+        assert torch.equal(module.output_mse(q, k, v, changed, scoring), seen[layer_idx])
+        assert not torch.equal(module.output_mse(q, k, v, changed.flip(1), scoring), seen[layer_idx])
 
     model(kit.tokens(2, 12), use_cache=False, attention_call=AttentionCall(mode="softmax", observe=observe))
     assert sorted(seen) == [0, 1]

@@ -88,13 +88,12 @@ def test_values_narrower_than_keys() -> None:
 
 def test_cross_entropy_is_the_operator() -> None:
     layer = trained_layer()
-    q, k = (x[:1] for x in random_qkv()[:2])
+    q, k = random_qkv()[:2]
     scoring = Scoring(torch.randn(6), softcap=2.0)
-    options = {"cu_seqlens": torch.tensor([0, 5, 18]), "sliding_window": 7}
-    loss = layer.weights_cross_entropy(q, k, scoring, **options)
+    loss = layer.weights_cross_entropy(q, k, scoring, 7)
     params = layer.params(scoring)
     assert loss.shape == ()
-    expected = weights_cross_entropy(q, k, layer.config, params, **options)
+    expected = weights_cross_entropy(q, k, layer.config, params, sliding_window=7)
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert all(parameter.grad.any() for parameter in layer.parameters())

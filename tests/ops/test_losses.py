@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit import CONFIGS, DEVICE, Case, Row, alone, assert_near, borders, exact, make_case, needs_triton, varied
+from kit import CONFIGS, Case, Row, assert_near, exact, make_case, needs_triton, varied
 
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops import Scoring, attention_weights, output_mse, weights_cross_entropy
@@ -15,20 +15,19 @@ TOKENS, BLOCK = 70, 32  # the last block is shorter
 LAYOUTS = {
     "whole": {},
     "softcap": {"softcap": 2.0},
-    "packed": {"cu_seqlens": borders(31, 0, 8, 21), "sliding_window": 5},
+    "native window": {"sliding_window": 5},
 }
 make_double = partial(make_case, dtype=torch.float64)
 
 
 def weights(case: Case, softcap=None, **options):
-    return attention_weights(case.q, case.k, case.config, case.params._replace(scale=SCALE, softcap=softcap), **options)
+    params = case.params._replace(scale=SCALE, softcap=softcap)
+    return attention_weights(case.q, case.k, case.config, params, **options)(0, case.tokens)
 
 
 def definition(q, k, config, params, *, block, **options):
-    hybrid, softmax, length_N = attention_weights(q, k, config, params, **options)
-    cross_NHL = -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1)
-    real_N1L = (torch.arange(cross_NHL.shape[2], device=DEVICE) < length_N[:, None])[:, None]
-    return (cross_NHL * real_N1L).sum() / (real_N1L.sum() * cross_NHL.shape[1])
+    hybrid, softmax = attention_weights(q, k, config, params, **options)(0, q.shape[2])
+    return -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1).mean()
 
 
 def gradients_of(loss, leaves: Case) -> dict[str, torch.Tensor]:
@@ -52,14 +51,14 @@ def check_same_as_definition(case: Case, softcap=None, **options) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_cross_entropy_is_its_definition(config, layout):
-    sizes = varied(CONFIGS.index(config)) | {"batch": 1 if layout == "packed" else 2}
+    sizes = varied(CONFIGS.index(config)) | {"batch": 2}
     check_same_as_definition(make_case(config, TOKENS, **sizes), **LAYOUTS[layout])
 
 
 def test_weights_below_the_floor():
     """Of exactly zero, among them all those of a query, and smaller than the floor."""
     zero = make_double("sliding 0 map=t2r", TOKENS, batch=2, columns=2)
-    hybrid, softmax, _ = weights(zero)
+    hybrid, softmax = weights(zero)
     assert (softmax[hybrid < DENOMINATOR_FLOOR] > 0).any()
     assert not hybrid.sum(-1).all()
     check_same_as_definition(zero)
@@ -89,9 +88,8 @@ def test_unused_gamma_has_no_gradient():
 @pytest.mark.parametrize("config", CONFIGS)
 def test_weights_times_values_are_the_outputs(config):
     case = make_double(config, 60, batch=2, heads=6, kv_heads=2, sink_logits=True)
-    hybrid, softmax, lengths = weights(case, softcap=2.0)
+    hybrid, softmax = weights(case, softcap=2.0)
     v, scores = case.v.repeat_interleave(3, 1), {"scale": SCALE, "softcap": 2.0}
-    assert lengths.tolist() == [60, 60]
     expected = {"hybrid": case.run("reference", **scores)[0]}
     expected["softmax"] = softmax_attention(case.q, case.k, case.v, Scoring(case.params.sink_logits, **scores))
     assert_near({"hybrid": hybrid @ v, "softmax": softmax @ v}, expected, torch.float64)
@@ -99,31 +97,23 @@ def test_weights_times_values_are_the_outputs(config):
     assert not softmax.triu(1).any()
 
 
-def test_rows_are_the_packed_sequences_alone():
-    case = make_double("terraced 4", 50)
-    found = weights(case, cu_seqlens=borders(30, 0, 17), sliding_window=5)
-    assert found[2].tolist() == [30, 0, 17]
-    for n, begin, end in ((0, 0, 30), (2, 30, 47)):
-        alone_weights = weights(case.part(begin, end), sliding_window=5)[:2]
-        part = [x[n : n + 1, :, : end - begin, : end - begin] for x in found[:2]]
-        torch.testing.assert_close(part, list(alone_weights), rtol=1e-11, atol=1e-13)
-    distance = torch.arange(30, device=DEVICE)[:, None] - torch.arange(30, device=DEVICE)
-    assert torch.equal(found[1][0] > 0, ((distance >= 0) & (distance < 5)).expand(2, -1, -1))
+def test_a_native_window_limits_the_softmax():
+    _, softmax = weights(make_double("terraced 4", 30), sliding_window=5)
+    assert torch.equal(softmax[0] > 0, torch.ones_like(softmax[0]).tril().triu(-4) > 0)
 
 
 # --- the error of the outputs: that of kernels, which never write them, too ------------------------------------------
 
-FIVE = (1, 63, 0, 66, 3)
 TRAINED = {"batch": 2, "heads": 9, "kv_heads": 3, "head_dim": 64, "columns": 32, "dtype": torch.bfloat16}
-ERRORS = [("chunked", Row("terraced 4", tokens, None, {"heads": 4})) for tokens in (TOKENS, FIVE)]
+ERRORS = [("chunked", Row("terraced 4", TOKENS, None, {"heads": 4}))]
 ERRORS += [
     pytest.param("triton", row, marks=needs_triton)
-    for row in (Row("terraced 64", FIVE), Row("sliding 20 sinks=3", 70), Row("terraced 8 map=None", 70))
+    for row in (Row("terraced 64", 133), Row("sliding 20 sinks=3", 70), Row("terraced 8 map=None", 70))
 ]
 ERRORS += [
     pytest.param("triton", row, marks=[needs_triton, mark])
     for mark, row in (
-        (pytest.mark.slow, Row("sliding 20 sinks=3", FIVE, None, {"sink_logits": True}, 2.0)),
+        (pytest.mark.slow, Row("sliding 20 sinks=3", 133, None, {"sink_logits": True}, 2.0)),
         *(
             (pytest.mark.gpu, Row(config, 1000, None, TRAINED))
             for config in ("terraced 64", "terraced 128 sinks=1 cap=150", "sliding 20 sinks=3")
@@ -133,28 +123,20 @@ ERRORS += [
 
 
 @pytest.mark.parametrize(("backend", "row"), ERRORS, ids=str)
-def test_output_mse_is_the_mean_over_real_tokens(backend, row):
+def test_output_mse_is_its_definition(backend, row):
     """And so are the gradients of the parameters."""
-    case, end, options = row.inputs()
-    cu_seqlens, target = options.pop("cu_seqlens", None), torch.randn(case.q.shape).to(case.q)
+    case, _, options = row.inputs()
+    target = torch.randn(case.q.shape).to(case.q)
     del options["return_state"]
 
     def parameters(case: Case) -> Case:
         leaves = case.map(lambda x: x.detach().clone().requires_grad_())
         return leaves.with_qkv(torch.Tensor.detach, params=leaves.params._replace(**options))
 
-    right = parameters(exact(case))
-    whole = right.run("reference", **options) if cu_seqlens is None else alone(right, cu_seqlens, **options)
-    expected = gradients_of((whole[0] - target.double())[:, :, :end].square().mean(), right)
-    padding = torch.arange(case.tokens, device=DEVICE)[:, None] >= end
-    if backend == "triton":
-        case, target = (
-            case.with_qkv(lambda x: x.masked_fill(padding, torch.nan)),
-            target.masked_fill(padding, torch.nan),
-        )
-    found = parameters(case)
+    right, found = parameters(exact(case)), parameters(case)
+    expected = gradients_of((right.run("reference", **options)[0] - target.double()).square().mean(), right)
     arguments = (found.q, found.k, found.v, target, found.config, found.params)
-    loss = output_mse(*arguments, cu_seqlens=cu_seqlens, backend=backend)
+    loss = output_mse(*arguments, backend=backend)
     dtype = torch.bfloat16 if case.q.dtype == torch.bfloat16 else torch.float32
     assert_near(gradients_of(loss, found), expected, dtype)
     with pytest.raises(ValueError, match="target: expected q's shape"):

@@ -79,22 +79,21 @@ def measure(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: in
         sums[layer] = sums.get(layer, 0) + value_H.double()
 
     def observe(seen: Observed) -> None:
-        module, layer_idx, *tensors, scoring, (_, _, cu_seqlens, *_) = seen
+        module, layer_idx, *tensors, scoring, _ = seen
         if module is None:
             return
         q, k, v, y_softmax = map(module.heads.take_linear, tensors)
         scoring = module.linear_scoring(scoring)
-        error_BHTD = module(q, k, v, scoring, cu_seqlens=cu_seqlens)[0].float() - y_softmax.float()
+        error_BHTD = module(q, k, v, scoring)[0].float() - y_softmax.float()
         add(errors, layer_idx, error_BHTD.square().mean(dim=(2, 3)).sum(0))
         params = module.params(scoring)
-        hybrid_NHTT, _, length_N = attention_weights(q, k, module.config, params, cu_seqlens=cu_seqlens)
-        position_T = torch.arange(hybrid_NHTT.shape[-1], device=q.device)
+        hybrid_BHTT, _ = attention_weights(q, k, module.config, params)(0, q.shape[2])
+        position_T = torch.arange(q.shape[2], device=q.device)
         # Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is the linear part's share.
         far_TT = (position_T < module.config.window_start(position_T)[:, None]) & (position_T >= module.config.sinks)
-        real_NT = position_T < length_N[:, None]
-        add(shares, layer_idx, ((hybrid_NHTT * far_TT).sum(-1) * real_NT[:, None]).sum((0, 2)))
+        add(shares, layer_idx, (hybrid_BHTT * far_TT).sum((0, 2, 3)))
         if layer_idx == layers[0]:
-            counts["tokens"] += int(real_NT.sum())
+            counts["tokens"] += len(q) * q.shape[2]
             counts["sequences"] += len(q)
 
     call = AttentionCall(mode="softmax", observe=observe)

@@ -179,7 +179,6 @@ class HybridAttention(nn.Module):
         v_BGTD: Tensor,
         target_BHTD: Tensor,
         scoring: Scoring = Scoring(),
-        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Mean squared error of the linear heads against `target_BHTD`, see `lolcats.ops.output_mse`.
 
@@ -187,18 +186,19 @@ class HybridAttention(nn.Module):
         """
         wide = self._as_wide(v_BGTD), self._as_wide(target_BHTD)
         q, k, v, target = (self.heads.take_linear(x) for x in (q_BHTD, k_BGTD, *wide))
-        mse = output_mse(q, k, v, target, self.config, self.params(self.linear_scoring(scoring)), cu_seqlens=cu_seqlens)
+        mse = output_mse(q, k, v, target, self.config, self.params(self.linear_scoring(scoring)))
         return mse if v_BGTD is wide[0] else mse * (self.head_dim / v_BGTD.shape[-1])
 
     def weights_cross_entropy(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, scoring: Scoring = Scoring(), **window: Any
+        self, q_BHTD: Tensor, k_BGTD: Tensor, scoring: Scoring = Scoring(), sliding_window: int | None = None
     ) -> Tensor:
         """Cross-entropy between softmax's and the linear heads' weights, see `lolcats.ops.weights_cross_entropy`.
 
         Queries, keys and sink logits are of all of the layer's heads.
         """
         q, k = self.heads.take_linear(q_BHTD), self.heads.take_linear(k_BGTD)
-        return weights_cross_entropy(q, k, self.config, self.params(self.linear_scoring(scoring)), **window)
+        params = self.params(self.linear_scoring(scoring))
+        return weights_cross_entropy(q, k, self.config, params, sliding_window=sliding_window)
 
     def _as_wide(self, x_BGTX: Tensor) -> Tensor:
         """Values, or outputs, narrower than keys (MiMo): the operator takes them with zeros up to head_dim."""

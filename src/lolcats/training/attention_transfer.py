@@ -173,12 +173,11 @@ class TransferStage:
 
 
 def layer_loss(config: TransferSection, seen: Observed) -> Tensor:
-    """Distance between a layer's linear and its softmax attention: a float32 scalar; padding does not count."""
-    module, _, q, k, v, y_softmax, scoring, (window, _, cu_seqlens, *_) = seen
+    """Distance between a layer's linear and its softmax attention: a float32 scalar. Rows have no padding."""
+    module, _, q, k, v, y_softmax, scoring, (window, *_) = seen
     loss = q.new_zeros((), dtype=torch.float32)
     if config.mse_factor:
-        loss = loss + config.mse_factor * module.output_mse(q, k, v, y_softmax, scoring, cu_seqlens)
+        loss = loss + config.mse_factor * module.output_mse(q, k, v, y_softmax, scoring)
     if config.xent_factor:
-        xent = module.weights_cross_entropy(q, k, scoring, sliding_window=window, cu_seqlens=cu_seqlens)
-        loss = loss + config.xent_factor * xent
+        loss = loss + config.xent_factor * module.weights_cross_entropy(q, k, scoring, window)
     return loss

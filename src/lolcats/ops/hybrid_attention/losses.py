@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from lolcats.config.attention import AttentionConfig
@@ -32,10 +30,9 @@ def output_mse(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Mean over real tokens, heads and head_dim of (hybrid attention - target)^2; a float32 scalar.
+    """Mean over tokens, heads and head_dim of (hybrid attention - target)^2; a float32 scalar.
 
     On a GPU the kernels read the target where they have the outputs: neither outputs nor their gradient are
     written. That path has gradients of `params` only; it is not taken if q, k or v want theirs.
@@ -47,42 +44,38 @@ def output_mse(
     Raises:
         ValueError: as `hybrid_attention`, and a target of another shape than q.
     """
-    check_arguments(q_BHTD, k_BGTD, v_BGTD, config, params, cu_seqlens, None)
+    check_arguments(q_BHTD, k_BGTD, v_BGTD, config, params, None, None)
     if target_BHTD.shape != q_BHTD.shape:
         raise ValueError(f"target: expected q's shape {list(q_BHTD.shape)}, got {list(target_BHTD.shape)}")
-    heads, head_dim, config = q_BHTD.shape[1], q_BHTD.shape[3], replace(config, cache_bits=None)
-    count = q_BHTD.numel() if cu_seqlens is None else cu_seqlens[-1] * (heads * head_dim)
-
-    inputs = (q_BHTD, k_BGTD, v_BGTD, target_BHTD)
+    config, inputs = replace(config, cache_bits=None), (q_BHTD, k_BGTD, v_BGTD, target_BHTD)
     fits = target_BHTD.dtype == q_BHTD.dtype and not needs_gradient(*inputs)
     if fits and has_kernel(backend, q_BHTD, lambda: supports(*inputs[:3], config, params)):
         from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            total = triton_attention(*inputs[:3], config, params, cu_seqlens=cu_seqlens, target_BHTD=target_BHTD)
-        return total / count
-    y_BHTD, _ = hybrid_attention(*inputs[:3], config, params, cu_seqlens=cu_seqlens, backend=backend)
+            return triton_attention(*inputs[:3], config, params, target_BHTD=target_BHTD) / q_BHTD.numel()
+    y_BHTD, _ = hybrid_attention(*inputs[:3], config, params, backend=backend)
     dtype = torch.promote_types(y_BHTD.dtype, torch.float32)
-    square_BHTD = (y_BHTD.to(dtype) - target_BHTD.to(dtype)).square()
-    if cu_seqlens is None:
-        return square_BHTD.mean()
-    real_T = torch.arange(q_BHTD.shape[2], device=cu_seqlens.device) < cu_seqlens[-1]
-    return (square_BHTD.sum((0, 1, 3)) * real_T).sum() / count
+    return (y_BHTD.to(dtype) - target_BHTD.to(dtype)).square().mean()
 
 
-def _weights(
+def attention_weights(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     config: AttentionConfig,
     params: HybridParams,
-    sliding_window: int | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Callable[[int, int], tuple[Tensor, Tensor]], Tensor, int]:
-    """What gives hybrid and softmax weights of queries `begin` to `end` over the keys up to them,
-    [N, H, end - begin, end] each in the accumulation type; the lengths [N] of the rows, and their width L."""
-    length_N = torch.full((len(q_BHTD),), q_BHTD.shape[2], device=q_BHTD.device)
-    if cu_seqlens is not None:
-        q_BHTD, k_BGTD, length_N = _rows(q_BHTD, cu_seqlens), _rows(k_BGTD, cu_seqlens), cu_seqlens.diff()
+    sliding_window: int | None = None,
+) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    """Normalised weights of hybrid attention and of the softmax attention that it stands for: quadratic.
+
+    Args:
+        Others as `hybrid_attention`.
+        sliding_window: limits the softmax only.
+
+    Returns:
+        A function of `begin` and `end`: the hybrid and the softmax weights of these queries over the keys up to them,
+        [B, H, end - begin, end] each in the accumulation type; rows sum to 1, or less with `params.sink_logits`.
+    """
     dtype, (_, heads, tokens, _) = accumulation_dtype(q_BHTD.dtype), q_BHTD.shape
     q, k = q_BHTD.to(dtype), k_BGTD.to(dtype)
     phi_q = phi_k = None
@@ -109,35 +102,7 @@ def _weights(
             hybrid, total = hybrid + linear, total + linear.sum(-1, keepdim=True)
         return quotient(hybrid, total), softmax
 
-    return weights, length_N, tokens
-
-
-def _rows(x_1HTD: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[N, H, L, D]: the sequences of a packed row, with padding after them."""
-    found = [x_1HTD[0, :, begin:end].transpose(0, 1) for begin, end in pairwise(cu_seqlens.tolist())]
-    return pad_sequence(found, batch_first=True).transpose(1, 2)
-
-
-def attention_weights(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    sliding_window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised weights of hybrid attention and of the softmax attention that it stands for: quadratic.
-
-    With `cu_seqlens` the rows are the single sequences, left-aligned (N of them, L tokens long); otherwise N = B and
-    L = T. Arguments as `hybrid_attention`; `sliding_window` limits the softmax only.
-
-    Returns:
-        hybrid [N, H, L, L], softmax [N, H, L, L] (rows sum to 1; less with `params.sink_logits`), and the
-        lengths [N] of the rows.
-    """
-    weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, sliding_window, cu_seqlens)
-    return *weights(0, tokens), length_N
+    return weights
 
 
 def weights_cross_entropy(
@@ -147,28 +112,24 @@ def weights_cross_entropy(
     params: HybridParams,
     *,
     sliding_window: int | None = None,
-    cu_seqlens: Tensor | None = None,
     block: int = 128,
 ) -> Tensor:
-    """Mean over heads and real queries of -sum_j softmax_nj log hybrid_nj (arXiv:2402.04347); a scalar.
+    """Mean over heads and queries of -sum_j softmax_nj log hybrid_nj (arXiv:2402.04347); a scalar.
 
     The softmax weights are constants. Weights are computed for a block of queries at a time, and again in the backward
     pass, so that no matrix of weights outlives its block. Arguments and errors as `attention_weights`.
     """
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, sliding_window, cu_seqlens)
-        real_NL = torch.arange(tokens, device=length_N.device) < length_N[:, None]
-        share_NL = real_NL.to(accumulation_dtype(q_BHTD.dtype)) / (real_NL.sum() * q_BHTD.shape[1])
+        weights = attention_weights(q_BHTD, k_BGTD, config, params, sliding_window)
+        batch, heads, tokens, _ = q_BHTD.shape
 
         def part(begin: int) -> Tensor:
-            end = min(begin + block, tokens)
-            hybrid, softmax = weights(begin, end)
+            hybrid, softmax = weights(begin, min(begin + block, tokens))
             # Entries without softmax weight drop out; the floor keeps the logarithm of the others finite.
-            cross_NHT = -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1)
-            return (cross_NHT * share_NL[:, None, begin:end]).sum()
+            return -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum()
 
-        loss = share_NL.new_zeros(())
+        loss = q_BHTD.new_zeros((), dtype=accumulation_dtype(q_BHTD.dtype))
         for begin in range(0, tokens, block):
             # A CUDA graph could not hold the generator's state, and nothing draws from it.
             loss = loss + checkpoint(part, begin, use_reentrant=False, preserve_rng_state=False)
-        return loss
+        return loss / (batch * heads * tokens)

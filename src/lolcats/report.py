@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lolcats.errors import UserError
 
-REPORT_FILE, ANALYSIS_FILE, EVALUATION_FILE = "lolcats_report.json", "analysis.json", "eval.json"
+REPORT_FILE, EVALUATION_FILE = "lolcats_report.json", "eval.json"
 STEPS = {
     "teacher": "teacher (softmax, untouched)",
     "swapped": "swapped, untrained",

@@ -7,9 +7,11 @@ import inside
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lolcats.analysis.analyse import analyse
 from lolcats.config import DataSection
+from lolcats.data import build_evaluation_dataset
+from lolcats.modeling.attention import AttentionCall
 
 
 def test_errors_maps_and_changes_are_those_of_the_run(run, finished, model_dir, data_file, tmp_path, monkeypatch):
@@ -24,9 +26,17 @@ def test_errors_maps_and_changes_are_those_of_the_run(run, finished, model_dir, 
 
     run(tmp_path / "stage 1", {"adjust": {"enabled": False}})
     data = {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_sequences": 2}
-    errors = analyse(tmp_path / "stage 1", DataSection.model_validate(data))["mse_heads"]
-    near = {"rel": 1e-3}  # four digits are written
-    assert [pytest.approx(layer, **near) for layer in errors] == own["mse"]["before LoRA"]
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokens = build_evaluation_dataset(DataSection.model_validate(data), tokenizer).batch([0, 1])["input_ids"]
+    errors, near = [], {"rel": 1e-3}  # four digits are written
+
+    def observe(seen):
+        errors.append(float(seen.module.output_mse(seen.q, seen.k, seen.v, seen.y_softmax, seen.scoring)))
+
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "stage 1")
+        model(tokens, use_cache=False, attention_call=AttentionCall(mode="softmax", observe=observe))
+    assert errors == pytest.approx([sum(heads) / len(heads) for heads in own["mse"]["before LoRA"]], **near)
     means = {state: torch.tensor(error).mean() for state, error in own["mse"].items()}
     assert means["LoRA on errors"] < 0.9 * means["before LoRA"] < means["LoRA"]  # which learns other things
     for rows in (*own["map"].values(), *found["original"]["map"].values()):

@@ -1,1 +1,1 @@
-"""Looking into a linearized model: errors and weights; and the page that shows them."""
+"""What a finished run's files tell, on its model card."""

@@ -11,28 +11,18 @@ from matplotlib.figure import Figure
 
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import tables
-from lolcats.report import (
-    ANALYSIS_FILE,
-    EVALUATION_FILE,
-    REPORT_FILE,
-    markdown_table,
-    public_name,
-    read_optional,
-    write_text,
-)
+from lolcats.report import EVALUATION_FILE, REPORT_FILE, markdown_table, public_name, read_optional, write_text
 
 CARD_FILE, CHARTS = "README.md", "charts"
 MARK = "<!-- lolcats report -->"
 """In the card, before what `lolcats report` writes."""
 
-Series = dict[str, list[Any]]
-"""Label of a line -> its values."""
 Chart = tuple[str, str, Figure]
 """Title, note, picture."""
 
 
 def write_card(folder: str | Path) -> Path:
-    """Write evaluations (eval.json), training curves and layers (analysis.json) into the card; returns its path.
+    """Write evaluations (eval.json), training curves and layers' losses into the card; returns its path.
 
     Charts are pictures in `charts/`. What an earlier call wrote is replaced.
     """
@@ -47,8 +37,7 @@ def write_card(folder: str | Path) -> Path:
         for title, columns, rows in tables(evaluation | {"models": named}):
             lines += [f"## {title}", "", *markdown_table(columns, rows), ""]
     (folder / CHARTS).mkdir(exist_ok=True)
-    analysis = read_optional(folder / ANALYSIS_FILE)
-    for title, note, figure in [*training_charts(report), *layer_charts(report, analysis)]:
+    for title, note, figure in [*training_charts(report), *layer_charts(report)]:
         picture = f"{CHARTS}/{re.sub('[^a-z]+', '_', title.lower())}.png"
         figure.savefig(folder / picture, dpi=120)
         lines += [f"## {title}", "", note, "", f"![{title}]({picture})", ""]
@@ -72,55 +61,35 @@ def training_charts(report: dict[str, Any]) -> list[Chart]:
         ):
             lines = {line: points for line, points in lines.items() if points}
             if lines:
-                charts.append(_curves(f"{label}: {title}", note, lines, "update", title.split()[-1]))
+                chart, axis = _chart(f"{label}: {title}", note, "update", title.split()[-1])
+                for line, points in lines.items():
+                    axis.plot(*zip(*points, strict=True), marker=".", label=line)
+                axis.legend(fontsize=8)
+                charts.append(chart)
     return charts
 
 
-def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> list[Chart]:
-    """Errors and shares by layer; without an analysis the layers' losses, which every run reports."""
-    charts = []
+def layer_charts(report: dict[str, Any]) -> list[Chart]:
+    """The layers' losses of attention transfer."""
     stage = report.get("stages", {}).get("transfer", {})
     before, after = stage.get("layer_losses_before"), stage.get("layer_losses")
-    if before and after:
-        names = sorted(before, key=int)
-        losses = {"before": [before[x] for x in names], "after": [after[x] for x in names]}
-        note = "Validation loss of attention transfer, before and after."
-        charts.append(_bars("Loss by layer", note, names, losses, "layer", "loss", log=True))
-    if analysis is None:
-        return charts
-    layers, share = [str(layer) for layer in analysis["layers"]], analysis["linear_share"]
-    note = "Mean squared error of each layer's output against its own softmax attention, on the same hidden states."
-    charts.append(_bars("Output error", note, layers, {"hybrid": analysis["mse"]}, "layer", "MSE", log=True))
-    note = "Part of the attention weights' sum that comes from beyond the window, mean over heads and queries."
-    return [*charts, _bars("Share of the linear part", note, layers, {"hybrid": share["share"]}, "layer", "share")]
+    if not before or not after:
+        return []
+    names = sorted(before, key=int)
+    chart, axis = _chart("Loss by layer", "Validation loss of attention transfer, before and after.", "layer", "loss")
+    for label, losses, shift, colour in (("before", before, -0.2, "tab:gray"), ("after", after, 0.2, "tab:blue")):
+        places = [place + shift for place in range(len(names))]
+        axis.bar(places, [losses[name] for name in names], 0.4, label=label, color=colour)
+    step = math.ceil(len(names) / 16)
+    axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
+    axis.set_yscale("log")
+    axis.legend(fontsize=8)
+    return [chart]
 
 
 def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     found = ((entry["step"], entry.get(key)) for entry in curve)
     return [(step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]
-
-
-def _curves(title: str, note: str, lines: Series, x: str, y: str) -> Chart:
-    """Lines of points (x, y) by label."""
-    chart, axis = _chart(title, note, x, y)
-    for label, points in lines.items():
-        axis.plot(*zip(*points, strict=True), marker=".", label=label)
-    axis.legend(fontsize=8)
-    return chart
-
-
-def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Chart:
-    """Bars side by side, by label."""
-    chart, axis = _chart(title, note, x, y)
-    width = 0.8 / len(series)
-    for place, (label, values) in enumerate(series.items()):
-        where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
-        axis.bar(where, values, width, label=label, color="tab:gray" if label == "before" else "tab:blue")
-    step = math.ceil(len(names) / 16)
-    axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
-    axis.set_yscale("log" if log else "linear")
-    axis.legend(fontsize=8)
-    return chart
 
 
 def _chart(title: str, note: str, x: str, y: str) -> tuple[Chart, Any]:

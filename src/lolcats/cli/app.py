@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.cli.analyse import analyse, report
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
 from lolcats.cli.console import Group, prepare_libraries
@@ -18,6 +17,7 @@ from lolcats.cli.import_published import import_published
 from lolcats.cli.linearize import linearize
 from lolcats.cli.plan import plan
 from lolcats.cli.push import push
+from lolcats.cli.report import report
 from lolcats.cli.serve import serve
 from lolcats.cli.sweep import sweep
 from lolcats.recipes import list_recipes, show_recipe
@@ -74,7 +74,7 @@ def show(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None
     typer.echo(show_recipe(name), nl=False)
 
 
-COMMANDS = (*(linearize, push, import_published, plan, generate, chat, serve), *(evaluate, analyse, report, sweep))
+COMMANDS = (*(linearize, push, import_published, plan, generate, chat, serve), *(evaluate, report, sweep))
 for command in COMMANDS:
     name = command.__name__.replace("_", "-")
     name = {"import-published": "import", "evaluate": "eval"}.get(name, name)

@@ -191,7 +191,9 @@ class Trainer:
         """
         read = self.metrics.read(self.group)
         for step, scalars in read:
-            self.state.add_train(scalars)
+            sums = self.state.train_sums
+            sums |= {name: sums.get(name, 0.0) + value for name, value in scalars.items()}
+            self.state.train_updates += 1
             rates = self.rates(step)
             named = {"lr": rates[0]} if len(rates) == 1 else {f"lr/block_{i}": rate for i, rate in enumerate(rates)}
             self.progress.log(step, {**{f"train/{name}": value for name, value in scalars.items()}, **named})
@@ -282,12 +284,13 @@ class Trainer:
             "tokens": state.tokens,
             "seconds": state.seconds,
             "lr": self.rates(state.steps),
-            "train": state.take_train(),
+            "train": {name: total / state.train_updates for name, total in state.train_sums.items()},
             **results,
         }
         state.history.append(entry)
-        is_best = state.evaluated(metric)
-        if is_best:
+        state.train_sums, state.train_updates = {}, 0
+        if is_best := metric < state.best_metric:
+            state.best_metric, state.best_step = metric, state.steps
             self.best = {name: tensor.to("cpu", copy=True) for name, tensor in weights_of(self.stage).items()}
         for block, value in zip(self.blocks, block_metrics, strict=True):
             block.evaluated(value)

@@ -100,22 +100,3 @@ class TrainState:
     def tokens_per_second(self) -> float:
         """Of the updates alone."""
         return self.tokens / max(self.update_seconds, 1e-9)
-
-    def add_train(self, scalars: Mapping[str, float]) -> None:
-        """Count an update's training scalars."""
-        for name, value in scalars.items():
-            self.train_sums[name] = self.train_sums.get(name, 0.0) + value
-        self.train_updates += 1
-
-    def take_train(self) -> dict[str, float]:
-        """Training scalars averaged over the updates since this was called last."""
-        means = {name: total / self.train_updates for name, total in self.train_sums.items()}
-        self.train_sums, self.train_updates = {}, 0
-        return means
-
-    def evaluated(self, metric: float) -> bool:
-        """Compare an evaluation at this step with the best before. Returns whether it is better."""
-        is_best = metric < self.best_metric
-        if is_best:
-            self.best_metric, self.best_step = metric, self.steps
-        return is_best

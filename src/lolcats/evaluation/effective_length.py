@@ -22,26 +22,20 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.softmax import softmax_attention
 
 
-def query_lengths(seen: Observed) -> Tensor:
-    """Expected distance from each query to its keys, in tokens: [B, H, T] float32."""
-    batch, groups, tokens, _ = seen.k.shape
-    position_T = torch.arange(tokens, device=seen.k.device, dtype=torch.float32)
-    # Sink logits take weight without being keys, so that the weights' sum is not always 1.
-    values_T8 = torch.zeros(tokens, 8, device=seen.k.device)  # 8 columns: a width that every kernel takes
-    values_T8[:, 0] = 1.0
-    values_T8[:, 1] = position_T
-    values = values_T8.expand(batch, groups, -1, -1)
-    sums_BHT8 = softmax_attention(seen.q.float(), seen.k.float(), values, seen.scoring, seen.visible)
-    return position_T * sums_BHT8[..., 0] - sums_BHT8[..., 1]
-
-
 @torch.no_grad()
 def sequence_lengths(model: LolcatsForCausalLM, input_ids_BT: Tensor) -> Tensor:
     """Effective sequence length of each sequence under the base model's softmax attention: [B] float32, in tokens."""
     found: list[Tensor] = []
+    batch, tokens = input_ids_BT.shape
+    position_T = torch.arange(tokens, device=input_ids_BT.device, dtype=torch.float32)
+    # Sink logits take weight without being keys, so that the weights' sum is not always 1.
+    values_T8 = torch.zeros(tokens, 8, device=input_ids_BT.device)  # 8 columns: a width that every kernel takes
+    values_T8[:, 0], values_T8[:, 1] = 1.0, position_T
 
     def observe(seen: Observed) -> None:
-        found.append(query_lengths(seen).sum(-1).mean(1))
+        values = values_T8.expand(batch, seen.k.shape[1], -1, -1)
+        sums_BHT8 = softmax_attention(seen.q.float(), seen.k.float(), values, seen.scoring, seen.visible)
+        found.append((position_T * sums_BHT8[..., 0] - sums_BHT8[..., 1]).sum(-1).mean(1))
 
     call = AttentionCall(mode="softmax", observe=observe)
     model(input_ids=input_ids_BT, use_cache=False, logits_to_keep=1, attention_call=call)

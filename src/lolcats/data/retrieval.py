@@ -139,7 +139,10 @@ class RetrievalWriter:
 
     def _needles(self, draw: np.random.Generator, length: int, count: int) -> Sample:
         names = self._draw_words(draw, count)
-        values = [self._value(draw) for _ in names]
+        values = [  # numbers of 5 to 7 digits, or three words
+            str(draw.integers(10_000, 10_000_000)) if draw.integers(2) else " ".join(self._draw_words(draw, 3))
+            for _ in names
+        ]
         fact, question = self.templates["facts"][draw.integers(len(self.templates["facts"]))]
         facts = [self._encode(f"\n{fact.format(*pair)}\n") for pair in zip(names, values, strict=True)]
         asked = self._encode("\n" + question.format(names[0]))
@@ -203,12 +206,6 @@ class RetrievalWriter:
 
     def _draw_words(self, draw: np.random.Generator, count: int) -> list[str]:
         return [self.words[place] for place in draw.choice(len(self.words), count, replace=False)]
-
-    def _value(self, draw: np.random.Generator) -> str:
-        """A number of 5 to 7 digits or three words."""
-        if draw.integers(2):
-            return str(draw.integers(10_000, 10_000_000))
-        return " ".join(self._draw_words(draw, 3))
 
     def text_of(self, draw: np.random.Generator, count: int) -> np.ndarray:
         """So many consecutive tokens of the haystack."""

@@ -50,7 +50,7 @@ def test_frequencies_follow_the_distribution(monkeypatch, case, candidates):
     draws = 4000
     uniforms = [(index + 0.5) / draws for index in range(draws)]
     chosen = choose(row.expand(draws, -1), [params] * draws, uniforms)
-    counts = torch.bincount(torch.tensor(chosen), minlength=VOCABULARY) / draws
+    counts = torch.bincount(chosen, minlength=VOCABULARY) / draws
     assert float((counts - expected).abs().max()) <= 1.001 / draws
 
 
@@ -59,7 +59,7 @@ def test_the_smallest_temperatures_take_the_likeliest_token(dtype, filters):
     scores = logits(5, scale=20.0).to(dtype)
     for temperature in (1e-45, 1e-38, 9e-6, 1e-5):
         params = [SamplingParams(temperature=temperature, **filters)] * 5
-        assert choose(scores, params, [0.999] * 5) == scores.argmax(-1).tolist()
+        assert choose(scores, params, [0.999] * 5).tolist() == scores.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
@@ -68,7 +68,7 @@ def test_rows_that_are_not_finite(bad, temperature):
     scores = logits(3)
     scores[1] = bad
     params = [SamplingParams(temperature=temperature, top_k=4, logprobs=2)] * 3
-    tokens = choose(scores, params, [0.5] * 3)
+    tokens = choose(scores, params, [0.5] * 3).tolist()
     assert [token == -1 for token in tokens] == [False, True, False]
     assert [found is None for found in logprobs_of(scores, tokens, params)] == [False, True, False]
     scores[1, :] = 0.0
@@ -77,8 +77,8 @@ def test_rows_that_are_not_finite(bad, temperature):
 
 
 def test_the_smallest_and_largest_random_number_take_possible_tokens():
-    probability = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0, 0.0]] * 5)
-    assert inverse_cdf(probability, [0.0, 0.249, 0.25, 0.9, 1.0]).tolist() == [1, 1, 3, 3, 3]
+    probability, uniform = torch.tensor([[0, 0.25, 0, 0.75, 0, 0]] * 5), torch.tensor([0, 0.249, 0.25, 0.9, 1.0])
+    assert inverse_cdf(probability, uniform[:, None]).flatten().tolist() == [1, 1, 3, 3, 3]
 
 
 BAD = {

@@ -22,6 +22,7 @@ from lolcats.errors import UserError
 from lolcats.generation.request import Piece, Request, Result, Snapshot, end_tokens
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams, choose, logprobs_of
+from lolcats.modeling.cache import upload
 from lolcats.modeling.cache_size import cache_bytes
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
@@ -32,6 +33,8 @@ ADMITTED, MOST_HELD = 32, 16
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
+Drawn = tuple[list[Request], Tensor, Tensor]
+"""Requests, their logits [B, V] and next tokens [B] on the device, which may not have computed them yet."""
 
 
 class Engine:
@@ -71,7 +74,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.runner = Runner(model, max_slots, max_length, use_graphs)
         self.end_tokens = end_tokens(model)
-        self._scheduler = Scheduler(self.runner, prefill_chunk, self.end_tokens)
+        self._scheduler = Scheduler(self.runner, prefill_chunk)
         self._tokenizer_lock = threading.Lock()
         self._closed, self._changed = False, threading.Condition()
         self._step_lock = threading.Lock()
@@ -129,6 +132,8 @@ class Engine:
             on_event=on_event,
             snapshot=snapshot,
         )
+        if not params.ignore_eos:
+            request.ends |= self.end_tokens
         with self._changed:
             if self._closed:
                 raise RuntimeError("the engine is shut down")
@@ -285,7 +290,6 @@ class Scheduler:
     Args:
         prefill_chunk: most prompt tokens of a step, padding included, while answers are running; else `ALONE` times
             as many.
-        end_tokens: the model's own.
 
     Attributes:
         waiting: requests without a slot, first come, first served.
@@ -294,9 +298,8 @@ class Scheduler:
         prefilling: requests in prefill.
     """
 
-    def __init__(self, runner: Runner, prefill_chunk: int, end_tokens: frozenset[int]) -> None:
-        self.runner, self.cache = runner, runner.cache
-        self.prefill_chunk, self.end_tokens = prefill_chunk, end_tokens
+    def __init__(self, runner: Runner, prefill_chunk: int) -> None:
+        self.runner, self.cache, self.prefill_chunk = runner, runner.cache, prefill_chunk
         self.waiting: deque[Request] = deque()
         self.cancelled: deque[Request] = deque()
         self.owner: list[Request | None] = [None] * runner.cache.max_slots
@@ -323,82 +326,82 @@ class Scheduler:
         self.held = self.held + 1 if free and self.waiting else 0
         if free >= min(len(self.waiting), len(self.owner) // ADMITTED or 1) or self.held > MOST_HELD:
             self.held = 0
-            while self.waiting and None in self.owner:
+            for _ in range(min(free, len(self.waiting))):
                 self._admit(self.waiting.popleft())
-        self._prefill()
-        self._decode()
+        # The host launches the pass over prompts while a GPU decodes, and looks at tokens only then.
+        decoded, prefilled = self._decode(), self._prefill()
+        self._accept(prefilled, first=True)
+        self._accept(decoded)
 
     def _admit(self, request: Request) -> None:
         """Give a request the first free slot, with the state that it starts from."""
-        self._assign(self.owner.index(None), request)
+        self._assign(self.owner.index(None, self.decoding), request)
         self.prefilling.append(request)
         try:
             if request.snapshot is None:
                 self.cache.clear(request.slot)
             else:
                 self.cache.write(request.slot, request.snapshot.length, request.snapshot.tensors)
-                request.fed = request.snapshot.length
         except Exception as error:
             self.fail([request], error)
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> Drawn | None:
         """Feed a chunk of prompts. Finished ones get their first token; the others move to the end of the line."""
-        picked: list[tuple[Request, int]] = []
+        picked: list[tuple[Request, list[int]]] = []
         width = 0
         most = self.prefill_chunk if self.decoding else ALONE * self.prefill_chunk
         for request in self.prefilling:
-            take = min(len(request.tokens) - request.fed, most)
-            if picked and max(width, take) * (len(picked) + 1) > most:
+            fed = self.cache.lengths[request.slot]
+            chunk = request.tokens[fed : fed + most]
+            if picked and max(width, len(chunk)) * (len(picked) + 1) > most:
                 break
-            picked.append((request, take))
-            width = max(width, take)
+            picked.append((request, chunk))
+            width = max(width, len(chunk))
         if not picked:
-            return
-        requests = [request for request, _ in picked]
+            return None
         try:
-            logits_BV = self.runner.prefill(
-                [request.slot for request in requests],
-                [request.tokens[request.fed : request.fed + take] for request, take in picked],
-            )
+            logits_BV = self.runner.prefill([request.slot for request, _ in picked], [chunk for _, chunk in picked])
         except Exception as error:
-            self.fail(requests, error)
-            return
+            self.fail([request for request, _ in picked], error)
+            return None
         ready: list[int] = []
-        for index, (request, take) in enumerate(picked):
-            request.fed += take
+        for index, (request, _) in enumerate(picked):
             self.prefilling.popleft()
-            if request.fed < len(request.tokens):
+            if self.cache.lengths[request.slot] < len(request.tokens):
                 self.prefilling.append(request)
             else:
                 ready.append(index)
-        if ready:
-            self._generate([requests[index] for index in ready], logits_BV[ready], first=True)
+        return self._draw([picked[index][0] for index in ready], lambda: logits_BV[upload(ready, logits_BV.device)])
 
-    def _decode(self) -> None:
+    def _decode(self) -> Drawn | None:
         """One more token for every decoding request."""
         requests = [request for request in self.owner[: self.decoding] if request is not None]
+        return self._draw(requests, lambda: self.runner.decode([request.tokens[-1] for request in requests]))
+
+    def _draw(self, requests: list[Request], logits: Callable[[], Tensor]) -> Drawn | None:
+        """Choose each request's next token, by the logits that a function computes if there are any requests."""
         if not requests:
-            return
+            return None
+        params, uniforms = [request.params for request in requests], [request.random.random() for request in requests]
         try:
-            logits_BV = self.runner.decode([request.tokens[-1] for request in requests])
+            logits_BV = logits()
+            return requests, logits_BV, choose(logits_BV, params, uniforms)
         except Exception as error:
             self.fail(requests, error)
-            return
-        for request in requests:
-            request.fed += 1
-        self._generate(requests, logits_BV)
+            return None
 
-    def _generate(self, requests: list[Request], logits_BV: Tensor, first: bool = False) -> None:
-        """Choose each request's next token and finish those that it ends.
+    def _accept(self, drawn: Drawn | None, first: bool = False) -> None:
+        """Give requests their next tokens and finish those that these end.
 
         Args:
             first: the requests come from prefill; those that do not end begin to decode.
         """
+        if drawn is None:
+            return
+        requests, logits_BV, token_B = drawn
         try:
-            params = [request.params for request in requests]
-            uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
-            tokens = choose(logits_BV, params, uniforms)
-            logprobs = logprobs_of(logits_BV, tokens, params)
+            tokens = token_B.tolist()
+            logprobs = logprobs_of(logits_BV, tokens, [request.params for request in requests])
         except Exception as error:
             self.fail(requests, error)
             return
@@ -407,8 +410,7 @@ class Scheduler:
                 self.finish(request, "error", error="the model's logits are not finite (NaN or infinite)")
                 continue
             try:
-                request.add_token(token, logprob)
-                reason = self._end_reason(request, token)
+                reason = request.add_token(token, logprob)
                 if first and reason is None:
                     self._start_decoding(request)
             except Exception as error:  # a tokenizer's or a callback's
@@ -416,18 +418,6 @@ class Scheduler:
                 continue
             if reason is not None:
                 self.finish(request, reason)
-
-    def _end_reason(self, request: Request, token: int) -> str | None:
-        """Why the answer ends with its newest token; None: it does not."""
-        params = request.params
-        if token in params.stop_token_ids or (token in self.end_tokens and not params.ignore_eos):
-            request.has_end_token = True
-            return "stop"
-        if request.stream:
-            request.add_text(token)
-            if request.stops.found is not None:
-                return "stop"
-        return "length" if request.new_tokens >= params.max_new_tokens else None
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request, waiting or running, and free its slot."""
@@ -438,7 +428,8 @@ class Scheduler:
                 reason = "stop"  # it was in what was held back
             if request.params.keep_state and request.slot >= 0 and reason != "error":
                 tensors = self.cache.read(request.slot)
-                snapshot = Snapshot(list(request.tokens), request.fed, tensors, self.runner.model)
+                length = self.cache.lengths[request.slot]
+                snapshot = Snapshot(list(request.tokens), length, tensors, self.runner.model)
         except Exception as failure:
             reason, error = "error", error or _describe(failure)
         line = self.waiting if request.slot < 0 else self.prefilling

@@ -181,8 +181,8 @@ class Request:
     Attributes:
         tokens: all tokens so far.
         prompt_tokens: how many of them were there before the first generated one.
-        fed: how many of them the slot's state holds.
         slot: -1 without.
+        ends: tokens that end the answer.
         has_end_token: whether the last token ended the answer; it has no text.
     """
 
@@ -199,7 +199,8 @@ class Request:
         snapshot: Snapshot | None = None,
     ) -> None:
         self.tokens, self.params, self.prompt_tokens = tokens, params, len(tokens)
-        self.snapshot, self.fed, self.slot = snapshot, 0, -1
+        self.snapshot, self.slot, self.longest = snapshot, -1, len(tokens) + params.max_new_tokens
+        self.ends = frozenset(params.stop_token_ids)
         self.random = random.Random(params.seed if params.seed is None else params.seed % 2**64)  # it takes -1 for 1
         self.stream = stream or bool(params.stop)
         self.stops = StopStrings(params.stop)
@@ -243,21 +244,20 @@ class Request:
 
     # --- the engine's side ---------------------------------------------------------------------------------
 
-    @property
-    def new_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - self.prompt_tokens
-
-    def add_token(self, token: int, logprob: tuple[float, list[tuple[int, float]]] | None) -> None:
-        """A generated token; its text comes by `add_text`."""
+    def add_token(self, token: int, logprob: tuple[float, list[tuple[int, float]]] | None) -> str | None:
+        """A generated token. Why the answer ends with it; None: it does not."""
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob[0])
             self.top_logprobs.append(logprob[1])
-
-    def add_text(self, token: int) -> None:
-        """Text of the newest token. `stops.found` says whether the answer ends here."""
-        self._emit(self.stops.push(self._detokenizer.push(token)))
+        if token in self.ends:
+            self.has_end_token = True
+            return "stop"
+        if self.stream:
+            self._emit(self.stops.push(self._detokenizer.push(token)))
+            if self.stops.found is not None:
+                return "stop"
+        return "length" if len(self.tokens) >= self.longest else None
 
     def close_text(self) -> None:
         """The rest of the text, after the last token."""
@@ -272,7 +272,7 @@ class Request:
         """Deliver text that has become certain."""
         if text:
             self._text += text
-            first, self._emitted = self._emitted, self.new_tokens
+            first, self._emitted = self._emitted, len(self.tokens) - self.prompt_tokens
             tokens = self.tokens[self.prompt_tokens + first :]
             self._deliver(Piece(text, tokens, self.logprobs[first:], self.top_logprobs[first:]))
 

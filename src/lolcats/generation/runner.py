@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall
-from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, recurrent_layers
+from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, recurrent_layers, upload
 from lolcats.modeling.fused import CompiledLayers, fused_kernels
 from lolcats.modeling.graphs import Graphs
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -61,6 +61,12 @@ class SlotCache(Cache):
                 " Use fewer slots" + ("" if max_length is None else " or a smaller max_length")
             ) from error
         super().__init__(layers=layers)
+        groups = defaultdict(list)
+        for buffer in chain(*(part.buffers.values() for part in self.parts.values())):
+            if buffer.numel():
+                groups[buffer.device, buffer.dtype].append(buffer.unbind())
+        # All tensors of each slot, by type: to index the buffers for each change takes the host longer than the change.
+        self._slots = [list(zip(*rows, strict=True)) for rows in groups.values()]
         self.lengths = [0] * max_slots
         self.length_S = torch.zeros(max_slots, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
 
@@ -109,20 +115,15 @@ class SlotCache(Cache):
     @torch.no_grad()
     def clear(self, slot: int) -> None:
         """Zeros: stale contents are masked, but 0 * NaN of a failed request would reach the next one."""
-        groups = defaultdict(list)
-        for part in self.parts.values():
-            for buffer in part.buffers.values():
-                if buffer.numel():
-                    groups[buffer.device, buffer.dtype].append(buffer[slot])
-        for rows in groups.values():
-            torch._foreach_zero_(rows)
+        for tensors in self._slots:
+            torch._foreach_zero_(tensors[slot])
         self.set_length(slot, 0)
 
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:
         """Copy a slot over another."""
-        buffers = [buffer for part in self.parts.values() for buffer in part.buffers.values()]
-        copy_all([(buffer[target], buffer[source]) for buffer in buffers])
+        for tensors in self._slots:
+            torch._foreach_copy_(tensors[target], tensors[source])
         self.set_length(target, self.lengths[source])
 
     def exchange(self, first: int, second: int) -> None:
@@ -294,16 +295,16 @@ class Runner:
         # A graph has one shape, but exact heads look back at as many tokens as there are.
         if captures and not (self.cache.places and self.cache.lengths[slots[0]]):
             return self._prefill_captured(slots[0], chunks[0])
-        slot_B, new_B = torch.tensor([slots, counts], device=self.device)
-        token_1N = torch.tensor([[*chain(*chunks)]], device=self.device)
+        slot_B, new_B = upload([slots, counts], self.device)
         before = [self.cache.lengths[slot] for slot in slots]
+        positions = chain(*(range(held, held + count) for held, count in zip(before, counts, strict=True)))
+        token_1N, position_1N = upload([[[*chain(*chunks)]], [[*positions]]], self.device)
         past, end = max(before), max(before) + longest
         rows = Rows.packed([*zip(slots, before, strict=True)], counts, past, end, self.device)
-        ranges = [torch.arange(held, held + count) for held, count in zip(before, counts, strict=True)]
         if len(slots) == 1:
             adjacent = slice(slots[0], slots[0] + 1)
             rows = Rows(past, end, None, slot_B, adjacent, fresh=rows.fresh)
-        logits_BV = self._forward(rows, token_1N, torch.cat(ranges)[None].to(self.device), new_B.cumsum(0) - 1)
+        logits_BV = self._forward(rows, token_1N, position_1N, new_B.cumsum(0) - 1)
         self.cache.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
             self.cache.lengths[slot] += count
@@ -319,7 +320,7 @@ class Runner:
         count, past = len(chunk), self.cache.lengths[slot]
         width, fresh = max(bucket(count, MOST_CAPTURED), LEAST_CAPTURED), past == 0
         given = [slot, past, count, *chunk, *[0] * (width - count)]
-        self.prompt[: len(given)].copy_(torch.tensor(given))
+        self.prompt[: len(given)] = upload(given, self.device)
 
         def run() -> Tensor:
             slot_1, past_1, new_1, token_T = self.prompt[: len(given)].split([1, 1, 1, width])
@@ -347,7 +348,7 @@ class Runner:
             [len(tokens), V] logits, valid until the next call.
         """
         count, past = len(tokens), self.cache.places
-        self.token_S[:count] = torch.as_tensor(tokens, device=self.device)
+        self.token_S[:count] = tokens if isinstance(tokens, Tensor) else upload(tokens, self.device)
         self.active_S.copy_(self.slot_S < count)
         if self.graphs is None:
             logits_BV = self._decode(count, min(max(self.cache.lengths[:count]), past))
@@ -357,8 +358,7 @@ class Runner:
             rows = bucket(count, len(self.cache.lengths))
             decode = partial(self._decode, rows, past)
             logits_BV = self.graphs.run(rows, decode, partial(self._decode_nothing, decode))
-        for slot in range(count):
-            self.cache.lengths[slot] += 1
+        self.cache.lengths[:count] = [length + 1 for length in self.cache.lengths[:count]]
         self.tokens_decoded += count
         return logits_BV[:count]
 

@@ -6,11 +6,16 @@ The random number of a row comes from its request, so that a row's token does no
 
 from __future__ import annotations
 
+import struct
+from functools import cached_property
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
+
+from lolcats.modeling.cache import upload
 
 MAX_LOGPROBS = 20
 # Top-p and min-p look at this many likeliest tokens first: sorting a whole vocabulary takes longer than a
@@ -78,74 +83,82 @@ class SamplingParams(CommonParams):
         """With some other values, which are checked."""
         return SamplingParams(**(self.model_dump() | values))
 
-    @property
-    def filters(self) -> bool:
-        """Whether sampling excludes tokens."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+    @cached_property
+    def packed(self) -> bytes:
+        """Temperature, top_k, top_p, min_p: those of many rows are joined faster than they are looked up."""
+        return struct.pack("4d", self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-def choose(logits_BV: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
-    """One token per row; -1 where the row's logits are not finite.
+def choose(logits_BV: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Tensor:
+    """One token per row; -1 where the row's logits are not finite. The host hardly ever waits for the device.
 
     Args:
         logits_BV: the model's logits; not changed.
         params: of each row.
         uniforms: a random number in [0, 1) for each row; used where temperature is above 0.
     """
+    device = logits_BV.device
+    precise = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     top_B, token_B = logits_BV.max(dim=-1)
     finite_B = top_B.isfinite()  # the maximum is NaN as soon as one logit is
+    temperature_B, top_k_B, top_p_B, min_p_B = np.frombuffer(b"".join([x.packed for x in params])).reshape(-1, 4).T
+    filters_B = (top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)
+    top_k_B = np.where(top_k_B, top_k_B, logits_BV.shape[1])
+    given_5B = np.stack([temperature_B, top_k_B, top_p_B, min_p_B, uniforms])
     for filters in (False, True):
-        drawn = [row for row, item in enumerate(params) if item.temperature > 0 and item.filters == filters]
-        if not drawn:
+        drawn = np.flatnonzero((temperature_B > 0) & (filters_B == filters))
+        if not len(drawn):
             continue
-        row_N, picked = torch.tensor(drawn, device=logits_BV.device), [params[row] for row in drawn]
+        row_N = slice(None) if len(drawn) == len(params) else upload(drawn, device)  # not copied if it is all
+        given_5N1 = upload(given_5B[:, drawn, None], device, precise)
         scores_NV = logits_BV[row_N].to(torch.promote_types(logits_BV.dtype, torch.float32))
         # A failed row must not raise; its token is not used.
         scores_NV = torch.where(finite_B[row_N, None], scores_NV, 0.0)
-        scores_NV = scores_NV / _column([item.temperature for item in picked], scores_NV)
-        own = [uniforms[row] for row in drawn]
+        temperature_N1, limits_3N1 = given_5N1[:4].to(scores_NV.dtype).tensor_split([1])
+        scores_NV = scores_NV / temperature_N1[0]
         if filters:
-            ranked_NC, token_NC = keep_likely(scores_NV, picked)
-            token_B[row_N] = token_NC.gather(1, inverse_cdf(ranked_NC.softmax(-1), own)[:, None])[:, 0]
+            ranked_NC, token_NC = keep_likely(scores_NV, limits_3N1, int(top_k_B[drawn].max()))
+            token_B[row_N] = token_NC.gather(1, inverse_cdf(ranked_NC.softmax(-1), given_5N1[4]))[:, 0]
         else:
-            token_B[row_N] = inverse_cdf(scores_NV.softmax(-1), own)
-    return torch.where(finite_B, token_B, -1).tolist()
+            token_B[row_N] = inverse_cdf(scores_NV.softmax(-1), given_5N1[4])[:, 0]
+    return torch.where(finite_B, token_B, -1)
 
 
-def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor]:
+def keep_likely(scores_NV: Tensor, limits_3N1: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The tokens that top-k, top-p and min-p leave.
+
+    Args:
+        limits_3N1: the three of each row.
+        most: the largest top-k.
 
     Returns:
         scores [N, C], highest first, -inf where a token is excluded, and the tokens [N, C].
     """
-    vocabulary = scores_NV.shape[1]
-    top_k = torch.tensor([item.top_k or vocabulary for item in params], device=scores_NV.device)[:, None]
-    top_p = _column([item.top_p for item in params], scores_NV)
-    min_p = _column([item.min_p for item in params], scores_NV)
+    vocabulary, (top_k, top_p, min_p) = scores_NV.shape[1], limits_3N1
     count = min(CANDIDATES, vocabulary)
     while True:
         ranked_NC, token_NC = scores_NV.topk(count, dim=-1)
         rank_C = torch.arange(count, device=scores_NV.device)
         # Log of the sum over all tokens that top-k leaves.
-        within_k = ranked_NC.masked_fill(rank_C >= top_k, -torch.inf).logsumexp(-1, keepdim=True)
-        total_N1 = torch.where(top_k <= count, within_k, scores_NV.logsumexp(-1, keepdim=True))
+        total_N1 = ranked_NC.masked_fill(rank_C >= top_k, -torch.inf).logsumexp(-1, keepdim=True)
+        if most > count:
+            total_N1 = torch.where(top_k <= count, total_N1, scores_NV.logsumexp(-1, keepdim=True))
         share_NC = (ranked_NC - total_N1).exp()
         before_NC = share_NC.cumsum(-1) - share_NC  # probability of likelier tokens
         out_NC = (rank_C >= top_k) | ((before_NC >= top_p) & (top_p < 1.0)) | (share_NC < min_p * share_NC[:, :1])
         out_NC[:, 0] = False
-        if count == vocabulary or bool(((top_k <= count) | out_NC[:, -1:]).all()):
+        if count == vocabulary or most <= count or bool(((top_k <= count) | out_NC[:, -1:]).all()):
             return ranked_NC.masked_fill(out_NC, -torch.inf), token_NC  # all after these are excluded too
         count = vocabulary
 
 
-def inverse_cdf(probability_NV: Tensor, uniforms: list[float]) -> Tensor:
-    """[N] the first column at which the running sum of probabilities exceeds the row's random number."""
-    dtype = torch.float32 if probability_NV.device.type == "mps" else torch.float64  # mps has no float64
-    sum_NV = probability_NV.cumsum(-1, dtype=dtype)
+def inverse_cdf(probability_NV: Tensor, uniform_N1: Tensor) -> Tensor:
+    """[N, 1] the first column at which the running sum of probabilities exceeds the row's random number."""
+    sum_NV = probability_NV.cumsum(-1, dtype=uniform_N1.dtype)
     last_N1 = sum_NV[:, -1:].contiguous()
-    found_N1 = torch.searchsorted(sum_NV, _column(uniforms, sum_NV) * last_N1, right=True)
+    found_N1 = torch.searchsorted(sum_NV, uniform_N1 * last_N1, right=True)
     # Rounding can make a target the whole sum: no column is above it then, and the last possible one is taken.
-    return torch.minimum(found_N1, torch.searchsorted(sum_NV, last_N1))[:, 0]
+    return torch.minimum(found_N1, torch.searchsorted(sum_NV, last_N1))
 
 
 def logprobs_of(
@@ -164,8 +177,3 @@ def logprobs_of(
     for row, logprob, values, indices in zip(asking, picked, value_NK.tolist(), index_NK.tolist(), strict=True):
         found[row] = logprob, list(zip(indices, values, strict=True))[: params[row].logprobs]
     return found
-
-
-def _column(values: list[float], like: Tensor) -> Tensor:
-    """[N, 1] of the type and on the device of `like`."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

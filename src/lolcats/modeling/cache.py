@@ -67,6 +67,12 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
     ]
 
 
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of the host as a tensor; without waiting for what a GPU has yet to do."""
+    values = torch.as_tensor(values, dtype=dtype)
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Rows:
     """The sequences of a pass, and the rows of a cache to which their tokens are added.
@@ -100,8 +106,8 @@ class Rows:
     @classmethod
     def packed(cls, held: list[tuple[int, int]], count: list[int], past: int, end: int, device: torch.device) -> Rows:
         """Of sequences that get `count` tokens more."""
-        borders, (row_B, past_B) = [0, *accumulate(count)], torch.tensor(held, device=device).T
-        fresh, cu_seqlens = not any(past for _, past in held), torch.tensor(borders, dtype=torch.int32, device=device)
+        borders, (row_B, past_B) = [0, *accumulate(count)], upload(held, device).T
+        fresh, cu_seqlens = not any(past for _, past in held), upload(borders, device, torch.int32)
         return cls(past, end, past_B, row_B, None, fresh, cu_seqlens, (borders, held))
 
     @property

@@ -86,9 +86,13 @@ def softmax_attention(
     sliding_window, sinks, cu_seqlens, key_borders, length = visible
     if sliding_window is None or sliding_window + sinks >= keys:
         sliding_window, sinks = None, 0
+    forward_only = dropout == 0.0 and not needs_gradient(q_BHTD, k_BGKD, v_BGKD)
     if cu_seqlens is not None:
         borders = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
         of_keys = borders if key_borders is None else key_borders
+        plain = sliding_window is None and forward_only and not scoring.needs_scores
+        if plain and q_BHTD.is_cuda and takes_window(q_BHTD, k_BGKD, v_BGKD):
+            return _of_sequences(q_BHTD, k_BGKD, v_BGKD, borders, of_keys, scoring.scale_of(q_BHTD))
         y = []
         for (begin, end), (first, last) in zip(pairwise(borders), pairwise(of_keys), strict=True):
             if begin < end:
@@ -96,7 +100,6 @@ def softmax_attention(
                 y.append(softmax_attention(*part, scoring, Visible(sliding_window, sinks), dropout=dropout))
         return torch.cat(y, dim=2) if y else q_BHTD[..., : v_BGKD.shape[3]]
     takes = partial(supports_softmax_step, q_BHTD, k_BGKD, v_BGKD)
-    forward_only = dropout == 0.0 and not needs_gradient(q_BHTD, k_BGKD, v_BGKD)
     if length is not None and forward_only and has_kernel("auto", q_BHTD, takes):
         from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step  # imports Triton
 
@@ -211,6 +214,20 @@ def window_attention(
     total_BHT1 = torch.logaddexp(log_sum_BHT, score_BHTS.logsumexp(-1))[..., None]
     y_sinks_BHTD = (score_BHTS - total_BHT1).exp() @ v_BHSD.to(log_sum_BHT.dtype)
     return ((log_sum_BHT[..., None] - total_BHT1).exp() * y_BHTD + y_sinks_BHTD).to(q_BHTD.dtype)
+
+
+def _of_sequences(
+    q_1HND: Tensor, k_1GKD: Tensor, v_1GKD: Tensor, borders: Sequence[int], of_keys: Sequence[int], scale: float
+) -> Tensor:
+    """Causal attention within sequences by one call: to launch one for each takes the host longer than the GPU."""
+    cu_2N = torch.tensor([[*borders], [*of_keys]], dtype=torch.int32, pin_memory=True).to(
+        q_1HND.device, non_blocking=True
+    )
+    longest = (max(end - begin for begin, end in pairwise(ends)) for ends in (borders, of_keys))
+    q_NHD, k_KGD, v_KGD = (x[0].transpose(0, 1) for x in (q_1HND, k_1GKD, v_1GKD))
+    attend = torch.ops.aten._flash_attention_forward
+    y_NHD, *_ = attend(q_NHD, k_KGD, v_KGD, *cu_2N, *longest, 0.0, True, False, scale=scale)
+    return y_NHD.transpose(0, 1)[None]
 
 
 def _within(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.nn.functional import linear, silu
 
 from lolcats.generation.runner import Runner
 from lolcats.modeling import fused
 from lolcats.modeling.graphs import Graphs
-
-COMPILE = torch.compile
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def graphs(monkeypatch):
         return graph.forward
 
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", lambda call, options, **given: COMPILE(call, backend=backend, **given))
+    monkeypatch.setattr(fused, "_compile_graph", backend)
     yield made
     torch.compiler.reset()
 
@@ -74,6 +73,28 @@ def test_all_layers_share_what_is_compiled(kit, graphs):
     assert len(graphs) == 2 * 3
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_large_layers_run_together(kit, graphs, bias, monkeypatch):
+    """In the place of q, k, v; of o and of down with what is added to them; of gate and up; of the head."""
+    module, calls = pytest.importorskip("lolcats.ops.few_rows"), []
+
+    def few_rows(x, weights, gated, residual):
+        calls.append((len(weights), gated, residual is not None))
+        ys = [linear(x, weight) for weight in weights]
+        ys = [silu(ys[0]) * ys[1]] if gated else ys
+        return ys if residual is None else [residual + ys[0]]
+
+    monkeypatch.setattr(fused, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(module, "few_rows", SimpleNamespace(_opoverload=few_rows))
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    model = kit.make_model(num_hidden_layers=1, attention_bias=bias, dtype=torch.bfloat16, **sizes)
+    expected = steps(Runner(model, 5, 64))
+    backend = fused._compile_graph
+    monkeypatch.setattr(fused, "_compile_graph", lambda graph, x: (fused._use_few_rows(graph), backend(graph, x))[1])
+    torch.testing.assert_close(steps(runner_with_compiled_layers(model)), expected)
+    assert {*calls} == {(3, False, False), (1, False, not bias), (2, True, False), (1, False, True), (1, False, False)}
+
+
 def test_a_failing_compiler_is_reported_and_layers_run_plain(kit, monkeypatch, recwarn):
     def failing(graph, inputs):
         if len(graph.graph.nodes) < 6:  # the head's: all layers have run
@@ -81,7 +102,7 @@ def test_a_failing_compiler_is_reported_and_layers_run_plain(kit, monkeypatch, r
         return graph.forward
 
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", lambda call, options, **given: COMPILE(call, backend=failing, **given))
+    monkeypatch.setattr(fused, "_compile_graph", failing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = kit.make_model()
     runner = runner_with_compiled_layers(model)
@@ -141,6 +162,7 @@ def test_ligers_functions_are_set_aside(own_model, monkeypatch):
 @pytest.mark.slow
 def test_with_inductor(kit, monkeypatch):
     monkeypatch.setattr(fused, "OPTIONS", {})
+    monkeypatch.setattr(fused, "SMALL", {})
     torch.compiler.reset()
     model = kit.make_model(dtype=torch.float32)
     torch.testing.assert_close(

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import operator
 import sys
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,11 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall, lolcats_attention, provide_cache_layer
 from lolcats.modeling.cache import CACHE_NAMES, shares_keys
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops.hybrid_attention.kernels import missing
 
 FAMILIES = (
     "gemma",
@@ -161,11 +164,12 @@ def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> Non
             now.pop(key, None)
 
 
-# One row's products are then reductions, which read weights faster than cuBLAS. Small models wait for launches: those
-# of q, k, v and of gate, up become one, and on Hopper a kernel starts before the one before it has ended.
-OPTIONS: dict[str, Any] = dict.fromkeys(
-    ("coordinate_descent_tuning", "combo_kernels", "benchmark_combo_kernel", "triton.enable_pdl"), True
-)
+# One row's products are then reductions, which read weights faster than cuBLAS, and on Hopper a kernel starts before the
+# one before it has ended.
+OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
+# Of small models, which wait for launches rather than for memory: those of q, k, v and of gate, up become one.
+SMALL: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": True}
+LEAST_WEIGHTS = 1 << 24  # of large layers that run together
 MOST_VARIANTS = 64  # of a layer's code: kinds of layers, models of a process, one row or several
 _KNOWN_CODE = ("torch.nn.", "transformers.models.", "transformers.activations", "lolcats.")
 
@@ -229,8 +233,77 @@ class CompiledLayers:
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         if module not in self.compiled:
             plain = MethodType(type(module).forward, module)
-            self.compiled[module] = torch.compile(plain, fullgraph=True, options=OPTIONS)
+            self.compiled[module] = torch.compile(plain, fullgraph=True, backend=_compile_graph)
         return self.compiled[module]
+
+
+def _compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """Inductor, behind `_use_few_rows` where its kernel was measured."""
+    from torch._inductor.compile_fx import compile_fx
+
+    device = next(x.device for x in inputs if isinstance(x, Tensor))
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    large = missing() is None and is_hopper and _use_few_rows(graph)
+    return compile_fx(graph, inputs, config_patches=OPTIONS | ({} if large else SMALL))
+
+
+def _use_few_rows(graph: torch.fx.GraphModule) -> bool:
+    """Put `lolcats.ops.few_rows` in the place of large linear layers of several rows, and of the sums and gates that
+    follow them. Layers with the same input become one call.
+
+    Returns:
+        Whether layers are large.
+    """
+    from lolcats.ops.few_rows import few_rows  # imports Triton
+
+    by_input: dict[Any, list[Any]] = defaultdict(list)
+    for node in graph.graph.find_nodes(op="call_function", target=linear):
+        by_input[node.args[0]].append(node)
+    found = False
+    for nodes in by_input.values():
+        weights = [node.args[1].meta["example_value"] for node in nodes]
+        if sum(x.numel() for x in weights) < LEAST_WEIGHTS or len(nodes) > 3 or weights[0].shape[1] % 64:
+            continue
+        if any(x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous() for x in weights):
+            continue
+        found = True
+        if nodes[0].meta["example_value"].shape[:-1].numel() == 1:
+            continue
+        no_bias = all(len(node.args) < 3 or node.args[2] is None for node in nodes)
+        gated = _gated(*nodes) if no_bias and len(nodes) == 2 else None
+        added = _added(*nodes) if no_bias and len(nodes) == 1 else None
+        residual = next(x for x in added.args if x is not nodes[0]) if added else None
+        outputs = [gated or added] if gated or added else nodes
+        with graph.graph.inserting_before(outputs[0]):
+            call = graph.graph.call_function
+            given = nodes[0].args[0], [node.args[1] for node in nodes], gated is not None, residual
+            ys = call(few_rows._opoverload, given)
+            for index, node in enumerate(outputs):
+                y = call(operator.getitem, (ys, index))
+                y.meta.update(node.meta)  # its shape, for what follows
+                node.replace_all_uses_with(y if no_bias else call(operator.add, (y, node.args[2])))
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return found
+
+
+def _gated(gate: Any, up: Any) -> Any:
+    """The node silu(gate) * up, if gate and up have no other use."""
+    for activated in gate.users:
+        for product in activated.users:
+            once = len(gate.users) == len(activated.users) == len(up.users) == 1
+            if once and activated.target is silu and product.target is operator.mul and product.args == (activated, up):
+                return product
+    return None
+
+
+def _added(y: Any) -> Any:
+    """The node residual + y, if y has no other use."""
+    user = next(iter(y.users), None)
+    if user is None or len(y.users) > 1 or user.target is not operator.add or y is user.args[0] is user.args[1]:
+        return None
+    shapes = [list(x.meta["example_value"].shape) for x in user.args if isinstance(x, torch.fx.Node)]
+    return user if len(shapes) == 2 and shapes[0] == shapes[1] else None
 
 
 class _Waiting(threading.local):

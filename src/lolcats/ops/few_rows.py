@@ -1,0 +1,159 @@
+"""Linear layers of 2 to 64 rows, as in a decoding step: one stream of the weights through the matrix units.
+
+Reading weights is what such a step costs. cuBLAS takes up to a fifth longer, runs layers with the same input one after
+the other, and waits with each for the kernel before it. For one row Inductor's sums are faster. Importing this module
+needs Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from lolcats.ops.hybrid_attention.kernels.decode import early_launch, wait_for_inputs
+from lolcats.ops.hybrid_attention.kernels.tiles import dot
+
+MOST_ROWS = 64
+
+
+@torch.library.custom_op("lolcats::few_rows", mutates_args=())
+def few_rows(x: Tensor, weights: list[Tensor], gated: bool, residual: Tensor | None) -> list[Tensor]:
+    """[x weight^T for weight in weights], or [silu(x gate^T) * (x up^T)] of two; summed in float32.
+
+    Args:
+        x: [..., K], in half precision.
+        weights: one to three, [N, K], contiguous, in the type of `x`.
+        residual: what is added, of one weight.
+    """
+    inputs = x.shape[-1]
+    x_MK = x.reshape(-1, inputs).contiguous()
+    rows = len(x_MK)
+    if rows > MOST_ROWS:
+        ys = [linear(x, weight) for weight in weights]
+        if residual is not None:
+            return [residual + ys[0]]
+        return [silu(ys[0]) * ys[1]] if gated else ys
+    ys = [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights[: 1 if gated else None]]
+    width, depth, stages = tiles(rows, sum(map(len, weights)), inputs, gated)
+    counts = [triton.cdiv(len(weight), width) for weight in weights[: len(ys)]]
+    given = [*weights, *[None] * (3 - len(weights)), *ys, *[None] * (3 - len(ys))]
+    with torch.cuda.device_of(x):
+        _kernel[(sum(counts),)](
+            x_MK,
+            residual,
+            *given,
+            *[len(weight) for weight in weights[: len(ys)]],
+            *[0] * (3 - len(ys)),
+            rows,
+            K=inputs,
+            M=max(triton.next_power_of_2(rows), 16),
+            BN=width,
+            BK=depth,
+            STAGES=stages,
+            GATED=gated,
+            num_warps=4,
+            **early_launch(x.device),
+        )
+    return ys
+
+
+@few_rows.register_fake
+def _(x: Tensor, weights: list[Tensor], gated: bool, residual: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights[: 1 if gated else None]]
+
+
+def tiles(rows: int, outputs: int, inputs: int, gated: bool) -> tuple[int, int, int]:
+    """Outputs and inputs that a program takes at a time, and how many such tiles of weights are on their way.
+
+    The fastest on an H200 for the layers of Llama 3 8B.
+    """
+    depth = 128 if inputs % 128 == 0 else 64
+    if gated:
+        return 64, depth, 4
+    if outputs > 16384:
+        return 128, depth, 4
+    return 32 if rows > 32 and outputs < 6144 else 64, depth, 6
+
+
+@triton.jit
+def _product(weight_NK, x_MK, acc, OUTPUTS_FIRST: tl.constexpr):
+    """acc + the product, [N, M] or [M, N]."""
+    return dot(weight_NK, x_MK.T, acc) if OUTPUTS_FIRST else dot(x_MK, weight_NK.T, acc)
+
+
+@triton.jit
+def _ask_for(address):
+    """The lines of these addresses come to the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _kernel(
+    x,
+    residual,
+    weight,
+    second,
+    third,
+    y,
+    second_y,
+    third_y,
+    outputs,
+    second_outputs,
+    third_outputs,
+    rows,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program: BN columns of a result. Rows and columns beyond the ends repeat the last ones and are not stored.
+
+    Products have the larger side first, which Hopper's matrix units want: the outputs, where there are enough.
+    """
+    OUTPUTS_FIRST: tl.constexpr = BN >= 64
+    dtype: tl.constexpr = y.dtype.element_ty
+    index = tl.program_id(0)
+    if second_y is not None:
+        tiles = tl.cdiv(outputs, BN)
+        if index >= tiles:
+            index, weight, y, outputs = index - tiles, second, second_y, second_outputs
+            if third_y is not None:
+                tiles = tl.cdiv(outputs, BN)
+                if index >= tiles:
+                    index, weight, y, outputs = index - tiles, third, third_y, third_outputs
+    n = index * BN + tl.arange(0, BN)
+    m = tl.arange(0, M)
+    k = tl.arange(0, BK)
+    row_N = tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * K
+    x_MK = x + tl.minimum(m, rows - 1)[:, None] * K + k[None, :]
+    if EARLY:
+        line = tl.minimum(tl.arange(0, 8) * 64, K - 64)[None, :]  # of 128 bytes: the first of each row
+        _ask_for(weight + row_N + line)
+        if GATED:
+            _ask_for(second + row_N + line)
+    wait_for_inputs(EARLY)
+    acc = tl.zeros([BN, M] if OUTPUTS_FIRST else [M, BN], tl.float32)
+    up = acc
+    for begin in tl.range(0, K, BK, num_stages=STAGES):
+        part_MK = tl.load(x_MK + begin)
+        acc = _product(tl.load(weight + row_N + k[None, :] + begin), part_MK, acc, OUTPUTS_FIRST)
+        if GATED:
+            up = _product(tl.load(second + row_N + k[None, :] + begin), part_MK, up, OUTPUTS_FIRST)
+    acc = acc.to(dtype)
+    if GATED:
+        gate = acc.to(tl.float32)
+        gate = (gate * tl.sigmoid(gate)).to(dtype)
+        acc = (gate.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+    m, n = (m[None, :], n[:, None]) if OUTPUTS_FIRST else (m[:, None], n[None, :])
+    place, inside = m * outputs + n, (m < rows) & (n < outputs)
+    if residual is not None:
+        acc = (acc.to(tl.float32) + tl.load(residual + place, mask=inside).to(tl.float32)).to(dtype)
+    tl.store(y + place, acc, mask=inside)

@@ -164,7 +164,7 @@ def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> Non
             now.pop(key, None)
 
 
-# One row's products are then reductions, which read weights faster than cuBLAS, and on Hopper a kernel starts before the
+# One row's products are then reductions, which read weights faster than cuBLAS. On Hopper a kernel starts before the
 # one before it has ended.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
 # Of small models, which wait for launches rather than for memory: those of q, k, v and of gate, up become one.
@@ -269,9 +269,9 @@ def _use_few_rows(graph: torch.fx.GraphModule) -> bool:
         found = True
         if nodes[0].meta["example_value"].shape[:-1].numel() == 1:
             continue
-        no_bias = all(len(node.args) < 3 or node.args[2] is None for node in nodes)
-        gated = _gated(*nodes) if no_bias and len(nodes) == 2 else None
-        added = _added(*nodes) if no_bias and len(nodes) == 1 else None
+        biases = {node: node.args[2] for node in nodes if len(node.args) > 2 and node.args[2] is not None}
+        gated = _gated(*nodes) if not biases and len(nodes) == 2 else None
+        added = _added(*nodes) if not biases and len(nodes) == 1 else None
         residual = next(x for x in added.args if x is not nodes[0]) if added else None
         outputs = [gated or added] if gated or added else nodes
         with graph.graph.inserting_before(outputs[0]):
@@ -281,7 +281,7 @@ def _use_few_rows(graph: torch.fx.GraphModule) -> bool:
             for index, node in enumerate(outputs):
                 y = call(operator.getitem, (ys, index))
                 y.meta.update(node.meta)  # its shape, for what follows
-                node.replace_all_uses_with(y if no_bias else call(operator.add, (y, node.args[2])))
+                node.replace_all_uses_with(call(operator.add, (y, biases[node])) if node in biases else y)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return found

@@ -43,7 +43,7 @@ def few_rows(x: Tensor, weights: list[Tensor], gated: bool, residual: Tensor | N
     with torch.cuda.device_of(x):
         _kernel[(sum(counts),)](
             x_MK,
-            residual,
+            None if residual is None else residual.contiguous(),
             *given,
             *[len(weight) for weight in weights[: len(ys)]],
             *[0] * (3 - len(ys)),

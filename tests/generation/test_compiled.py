@@ -73,26 +73,58 @@ def test_all_layers_share_what_is_compiled(kit, graphs):
     assert len(graphs) == 2 * 3
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_large_layers_run_together(kit, graphs, bias, monkeypatch):
-    """In the place of q, k, v; of o and of down with what is added to them; of gate and up; of the head."""
-    module, calls = pytest.importorskip("lolcats.ops.few_rows"), []
+@pytest.fixture
+def calls(monkeypatch):
+    """How `few_rows`, here in plain PyTorch, is called in the place of linear layers of any size."""
+    made = []
 
     def few_rows(x, weights, gated, residual):
-        calls.append((len(weights), gated, residual is not None))
+        made.append((len(weights), gated, residual is not None))
         ys = [linear(x, weight) for weight in weights]
         ys = [silu(ys[0]) * ys[1]] if gated else ys
         return ys if residual is None else [residual + ys[0]]
 
-    monkeypatch.setattr(fused, "LEAST_WEIGHTS", 0)
+    module = pytest.importorskip("lolcats.ops.few_rows")
     monkeypatch.setattr(module, "few_rows", SimpleNamespace(_opoverload=few_rows))
+    monkeypatch.setattr(fused, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(fused, "_compile_graph", lambda graph, x: (fused._use_few_rows(graph), graph.forward)[1])
+    torch.compiler.reset()
+    yield made
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_large_layers_run_together(kit, calls, bias):
+    """In the place of q, k, v; of o and of down with what is added to them; of gate and up; of the head."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
     model = kit.make_model(num_hidden_layers=1, attention_bias=bias, dtype=torch.bfloat16, **sizes)
     expected = steps(Runner(model, 5, 64))
-    backend = fused._compile_graph
-    monkeypatch.setattr(fused, "_compile_graph", lambda graph, x: (fused._use_few_rows(graph), backend(graph, x))[1])
     torch.testing.assert_close(steps(runner_with_compiled_layers(model)), expected)
     assert {*calls} == {(3, False, False), (1, False, not bias), (2, True, False), (1, False, True), (1, False, False)}
+
+
+def zeroed_later(x, w, u):
+    y = linear(x, w)
+    y[..., :3].zero_()
+    return y + linear(x, u)
+
+
+def zeroed_between(x, w, u):
+    y = linear(x, w)
+    x[..., :3].zero_()
+    return y + linear(x, u)
+
+
+def added_to_more(x, w, u):
+    return x.float()[..., :64] + linear(x, w), linear(x, w, bias=u[:, 0]), linear(x, 2 * u)
+
+
+@pytest.mark.parametrize("function", [zeroed_later, zeroed_between, added_to_more])
+def test_other_graphs_stay_the_same(calls, function):
+    """Changes in place that nobody reads; sums in another type; weights that are computed, named arguments."""
+    x, w, u = (torch.randn(rows, 64, dtype=torch.bfloat16) for rows in (3, 64, 64))
+    compiled = torch.compile(function, backend=fused._compile_graph)
+    torch.testing.assert_close(compiled(x.clone(), w, u), function(x.clone(), w, u))
 
 
 def test_a_failing_compiler_is_reported_and_layers_run_plain(kit, monkeypatch, recwarn):

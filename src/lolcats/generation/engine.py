@@ -329,9 +329,11 @@ class Scheduler:
             for _ in range(min(free, len(self.waiting))):
                 self._admit(self.waiting.popleft())
         # The host launches the pass over prompts while a GPU decodes, and looks at tokens only then.
-        decoded, prefilled = self._decode(), self._prefill()
-        self._accept(prefilled, first=True)
-        self._accept(decoded)
+        decoded = self._decode()
+        try:
+            self._accept(self._prefill(), first=True)
+        finally:  # the slots hold these tokens, whatever happens
+            self._accept(decoded)
 
     def _admit(self, request: Request) -> None:
         """Give a request the first free slot, with the state that it starts from."""

@@ -83,6 +83,9 @@ class SamplingParams(CommonParams):
         """With some other values, which are checked."""
         return SamplingParams(**(self.model_dump() | values))
 
+    def model_copy(self, *, update: Any = None, deep: bool = False) -> SamplingParams:
+        return self.changed(**(update or {}))  # pydantic's would keep `packed`
+
     @cached_property
     def packed(self) -> bytes:
         """Temperature, top_k, top_p, min_p: those of many rows are joined faster than they are looked up."""

@@ -258,8 +258,11 @@ def _use_few_rows(graph: torch.fx.GraphModule) -> bool:
 
     by_input: dict[Any, list[Any]] = defaultdict(list)
     for node in graph.graph.find_nodes(op="call_function", target=linear):
-        by_input[node.args[0]].append(node)
-    found = False
+        if not node.kwargs and node.args[1].op in ("placeholder", "get_attr"):
+            by_input[node.args[0]].append(node)
+    order = {node: place for place, node in enumerate(graph.graph.nodes)}
+    changes = [place for node, place in order.items() if _in_place(node)]
+    found, replaced = False, set()
     for nodes in by_input.values():
         weights = [node.args[1].meta["example_value"] for node in nodes]
         if sum(x.numel() for x in weights) < LEAST_WEIGHTS or len(nodes) > 3 or weights[0].shape[1] % 64:
@@ -274,17 +277,29 @@ def _use_few_rows(graph: torch.fx.GraphModule) -> bool:
         added = _added(*nodes) if not biases and len(nodes) == 1 else None
         residual = next(x for x in added.args if x is not nodes[0]) if added else None
         outputs = [gated or added] if gated or added else nodes
+        if any(order[nodes[0]] < place < order[outputs[-1]] for place in changes):
+            continue
         with graph.graph.inserting_before(outputs[0]):
             call = graph.graph.call_function
             given = nodes[0].args[0], [node.args[1] for node in nodes], gated is not None, residual
             ys = call(few_rows._opoverload, given)
             for index, node in enumerate(outputs):
                 y = call(operator.getitem, (ys, index))
+                y = call(operator.add, (y, biases[node])) if node in biases else y
                 y.meta.update(node.meta)  # its shape, for what follows
-                node.replace_all_uses_with(call(operator.add, (y, biases[node])) if node in biases else y)
-    graph.graph.eliminate_dead_code()
+                node.replace_all_uses_with(y)
+        replaced |= {*nodes, *outputs} | ({gated.args[0]} if gated else set())
+    for node in reversed(graph.graph.nodes):  # what else has no use may change a tensor in place
+        if node in replaced:
+            graph.graph.erase_node(node)
     graph.recompile()
     return found
+
+
+def _in_place(node: Any) -> bool:
+    """Whether a node may change one of its arguments."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv", "setitem")
 
 
 def _gated(gate: Any, up: Any) -> Any:
@@ -302,8 +317,9 @@ def _added(y: Any) -> Any:
     user = next(iter(y.users), None)
     if user is None or len(y.users) > 1 or user.target is not operator.add or y is user.args[0] is user.args[1]:
         return None
-    shapes = [list(x.meta["example_value"].shape) for x in user.args if isinstance(x, torch.fx.Node)]
-    return user if len(shapes) == 2 and shapes[0] == shapes[1] else None
+    values = [x.meta["example_value"] for x in user.args if isinstance(x, torch.fx.Node)]
+    kinds = [(x.dtype, list(x.shape)) for x in values if isinstance(x, Tensor)]
+    return user if len(kinds) == 2 and kinds[0] == kinds[1] else None
 
 
 class _Waiting(threading.local):

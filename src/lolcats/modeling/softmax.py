@@ -91,7 +91,7 @@ def softmax_attention(
         borders = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
         of_keys = borders if key_borders is None else key_borders
         plain = sliding_window is None and forward_only and not scoring.needs_scores
-        if plain and q_BHTD.is_cuda and takes_window(q_BHTD, k_BGKD, v_BGKD):
+        if plain and q_BHTD.is_cuda and borders[-1] and takes_window(q_BHTD, k_BGKD, v_BGKD):
             return _of_sequences(q_BHTD, k_BGKD, v_BGKD, borders, of_keys, scoring.scale_of(q_BHTD))
         y = []
         for (begin, end), (first, last) in zip(pairwise(borders), pairwise(of_keys), strict=True):

@@ -1,5 +1,8 @@
 """Linear layers of a few rows against float64, with every tile that is chosen, and results beside them untouched."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 from kit import DEVICE
@@ -13,11 +16,9 @@ KINDS = {"one": 1, "three": 3, "gated": 2, "added": 1}
 
 
 def relative_error(kind, rows, outputs, inputs, dtype):
-    def draw(*shape):
-        return torch.randn(*shape, device=DEVICE, dtype=dtype)
-
-    x, weights = draw(rows, 1, inputs), [draw(outputs + 3 * n * (kind == "three"), inputs) for n in range(KINDS[kind])]
-    weights = [(weight * inputs**-0.5).to(dtype) for weight in weights]
+    draw = partial(torch.randn, device=DEVICE, dtype=dtype)
+    sizes = [outputs + 3 * n * (kind == "three") for n in range(KINDS[kind])]
+    x, weights = draw(rows, 1, inputs), [draw(size, inputs) * inputs**-0.5 for size in sizes]
     residual = draw(rows, 1, outputs) if kind == "added" else None
     ys = few_rows(x, weights, kind == "gated", residual)
     expected = [x.double() @ weight.double().T for weight in weights]
@@ -47,12 +48,9 @@ def test_real_layers(outputs, inputs, rows, kind):
     assert relative_error(kind, rows, outputs, inputs, torch.bfloat16) < 6e-3
 
 
-def test_tiles_fit():
-    """Whole tiles of inputs, powers of two, within a Hopper multiprocessor's memory."""
-    for rows in (2, 64):
-        for outputs, inputs in ((6144, 4096), (4096, 14336), (128256, 4096), (1536, 8960), (100, 192)):
-            for gated in (False, True):
-                width, depth, stages = tiles(rows, outputs, inputs, gated)
-                assert inputs % depth == 0
-                assert width == width & -width > 0
-                assert 2 * depth * stages * (width * (1 + gated) + max(rows, 16)) <= 227 * 1024
+def test_tiles_are_powers_of_two_and_fit_a_multiprocessor():
+    layers = (6144, 4096), (4096, 14336), (128256, 4096), (1536, 8960), (100, 192)
+    for rows, (outputs, inputs), gated in product((2, 64), layers, (False, True)):
+        width, depth, stages = tiles(rows, outputs, inputs, gated)
+        assert (inputs % depth, width) == (0, width & -width)
+        assert 2 * depth * stages * (width * (1 + gated) + max(rows, 16)) <= 227 * 1024

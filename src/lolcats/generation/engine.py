@@ -328,8 +328,7 @@ class Scheduler:
             self.held = 0
             for _ in range(min(free, len(self.waiting))):
                 self._admit(self.waiting.popleft())
-        # The host launches the pass over prompts while a GPU decodes, and looks at tokens only then.
-        decoded = self._decode()
+        decoded = self._decode()  # meanwhile the host launches the pass over prompts
         try:
             self._accept(self._prefill(), first=True)
         finally:  # the slots hold these tokens, whatever happens

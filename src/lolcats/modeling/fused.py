@@ -248,12 +248,8 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def _use_few_rows(graph: torch.fx.GraphModule) -> bool:
-    """Put `lolcats.ops.few_rows` in the place of large linear layers of several rows, and of the sums and gates that
-    follow them. Layers with the same input become one call.
-
-    Returns:
-        Whether layers are large.
-    """
+    """Put `lolcats.ops.few_rows` in the place of large linear layers of several rows, of those with the same input
+    together, and of the sums and gates that follow them. Returns whether layers are large."""
     from lolcats.ops.few_rows import few_rows  # imports Triton
 
     by_input: dict[Any, list[Any]] = defaultdict(list)
@@ -304,12 +300,11 @@ def _in_place(node: Any) -> bool:
 
 def _gated(gate: Any, up: Any) -> Any:
     """The node silu(gate) * up, if gate and up have no other use."""
-    for activated in gate.users:
-        for product in activated.users:
-            once = len(gate.users) == len(activated.users) == len(up.users) == 1
-            if once and activated.target is silu and product.target is operator.mul and product.args == (activated, up):
-                return product
-    return None
+    activated = next(iter(gate.users), gate)
+    product = next(iter(activated.users), gate)
+    once = len(gate.users) == len(activated.users) == len(up.users) == 1
+    found = once and activated.target is silu and product.target is operator.mul
+    return product if found and product.args == (activated, up) else None
 
 
 def _added(y: Any) -> Any:

@@ -36,17 +36,15 @@ def few_rows(x: Tensor, weights: list[Tensor], gated: bool, residual: Tensor | N
         if residual is not None:
             return [residual + ys[0]]
         return [silu(ys[0]) * ys[1]] if gated else ys
-    ys = [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights[: 1 if gated else None]]
+    sizes = [len(weight) for weight in weights[: 1 if gated else None]]
+    ys = [x.new_empty(*x.shape[:-1], size) for size in sizes]
     width, depth, stages = tiles(rows, sum(map(len, weights)), inputs, gated)
-    counts = [triton.cdiv(len(weight), width) for weight in weights[: len(ys)]]
-    given = [*weights, *[None] * (3 - len(weights)), *ys, *[None] * (3 - len(ys))]
+    given = [*weights, *[None] * (3 - len(weights)), *ys, *[None] * (3 - len(ys)), *sizes, *[0] * (3 - len(ys))]
     with torch.cuda.device_of(x):
-        _kernel[(sum(counts),)](
+        _kernel[(sum(triton.cdiv(size, width) for size in sizes),)](
             x_MK,
             None if residual is None else residual.contiguous(),
             *given,
-            *[len(weight) for weight in weights[: len(ys)]],
-            *[0] * (3 - len(ys)),
             rows,
             K=inputs,
             M=max(triton.next_power_of_2(rows), 16),

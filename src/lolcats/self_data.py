@@ -102,7 +102,7 @@ def engine_sampler(section: ModelSection, length: int, slots: int) -> Sampler:
     model = keep_softmax(base)
     slots = slots_in_memory(model, length, slots)
     engine = Engine(model, tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
-    engine.runner.compiled.works = False  # it takes longer than it saves here
+    engine.runner.compiled.works = False  # compiling takes longer than it saves for so few tokens
 
     def sample(prompts: dict[int, list[int]], new: int, params: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
         events: dict[int, Piece] = {}  # the latest of each

@@ -86,8 +86,8 @@ def calls(monkeypatch):
 
     module = pytest.importorskip("lolcats.ops.few_rows")
     monkeypatch.setattr(module, "few_rows", SimpleNamespace(_opoverload=few_rows))
-    monkeypatch.setattr(fused, "LEAST_WEIGHTS", 0)
-    monkeypatch.setattr(fused, "_compile_graph", lambda graph, x: (fused._use_few_rows(graph), graph.forward)[1])
+    monkeypatch.setattr(module, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(fused, "_compile_graph", lambda graph, x: (module.use_few_rows(graph), graph.forward)[1])
     torch.compiler.reset()
     yield made
     torch.compiler.reset()

@@ -22,8 +22,8 @@ from lolcats.errors import UserError
 from lolcats.generation.request import Piece, Request, Result, Snapshot, end_tokens
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams, choose, logprobs_of
-from lolcats.modeling.cache import upload
 from lolcats.modeling.cache_size import cache_bytes
+from lolcats.modeling.softmax import upload
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8

@@ -22,11 +22,11 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall
-from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, recurrent_layers, upload
+from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, recurrent_layers
 from lolcats.modeling.fused import CompiledLayers, fused_kernels
 from lolcats.modeling.graphs import Graphs
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.softmax import any_length
+from lolcats.modeling.softmax import any_length, upload
 
 DEFAULT_MAX_LENGTH = 4096
 # Prompts, or pieces of them, of so many tokens at most run from CUDA graphs: longer ones do not wait for the host.

@@ -15,7 +15,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
-from lolcats.modeling.cache import upload
+from lolcats.modeling.softmax import upload
 
 MAX_LOGPROBS = 20
 # Top-p and min-p look at this many likeliest tokens first: sorting a whole vocabulary takes longer than a

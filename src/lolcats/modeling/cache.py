@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from lolcats.modeling.softmax import Visible
+from lolcats.modeling.softmax import Visible, upload
 from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import is_packed, pack
 from lolcats.ops.hybrid_attention.api import has_kernel, supports_store_tokens
@@ -65,12 +65,6 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
         for index, layer in enumerate(layers)
         if not isinstance(layer, CacheLayerMixin) and not (isinstance(layer, PLACEHOLDER) and sharing.get(index))
     ]
-
-
-def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers of the host as a tensor; without waiting for what a GPU has yet to do."""
-    values = torch.as_tensor(values, dtype=dtype)
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import operator
 import sys
 import threading
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall, lolcats_attention, provide_cache_layer
 from lolcats.modeling.cache import CACHE_NAMES, shares_keys
@@ -169,7 +167,6 @@ def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> Non
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
 # Of small models, which wait for launches rather than for memory: those of q, k, v and of gate, up become one.
 SMALL: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": True}
-LEAST_WEIGHTS = 1 << 24  # of large layers that run together
 MOST_VARIANTS = 64  # of a layer's code: kinds of layers, models of a process, one row or several
 _KNOWN_CODE = ("torch.nn.", "transformers.models.", "transformers.activations", "lolcats.")
 
@@ -238,83 +235,15 @@ class CompiledLayers:
 
 
 def _compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor, behind `_use_few_rows` where its kernel was measured."""
+    """Inductor, behind `use_few_rows` where its kernel was measured."""
     from torch._inductor.compile_fx import compile_fx
 
-    device = next(x.device for x in inputs if isinstance(x, Tensor))
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    large = missing() is None and is_hopper and _use_few_rows(graph)
+    device, large = next(x.device for x in inputs if isinstance(x, Tensor)), False
+    if missing() is None and device.type == "cuda":
+        from lolcats.ops.few_rows import early_launch, use_few_rows  # imports Triton
+
+        large = early_launch(device)["EARLY"] and use_few_rows(graph)  # on Hopper
     return compile_fx(graph, inputs, config_patches=OPTIONS | ({} if large else SMALL))
-
-
-def _use_few_rows(graph: torch.fx.GraphModule) -> bool:
-    """Put `lolcats.ops.few_rows` in the place of large linear layers of several rows, of those with the same input
-    together, and of the sums and gates that follow them. Returns whether layers are large."""
-    from lolcats.ops.few_rows import few_rows  # imports Triton
-
-    by_input: dict[Any, list[Any]] = defaultdict(list)
-    for node in graph.graph.find_nodes(op="call_function", target=linear):
-        if not node.kwargs and node.args[1].op in ("placeholder", "get_attr"):
-            by_input[node.args[0]].append(node)
-    order = {node: place for place, node in enumerate(graph.graph.nodes)}
-    changes = [place for node, place in order.items() if _in_place(node)]
-    found, replaced = False, set()
-    for nodes in by_input.values():
-        weights = [node.args[1].meta["example_value"] for node in nodes]
-        if sum(x.numel() for x in weights) < LEAST_WEIGHTS or len(nodes) > 3 or weights[0].shape[1] % 64:
-            continue
-        if any(x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous() for x in weights):
-            continue
-        found = True
-        if nodes[0].meta["example_value"].shape[:-1].numel() == 1:
-            continue
-        biases = {node: node.args[2] for node in nodes if len(node.args) > 2 and node.args[2] is not None}
-        gated = _gated(*nodes) if not biases and len(nodes) == 2 else None
-        added = _added(*nodes) if not biases and len(nodes) == 1 else None
-        residual = next(x for x in added.args if x is not nodes[0]) if added else None
-        outputs = [gated or added] if gated or added else nodes
-        if any(order[nodes[0]] < place < order[outputs[-1]] for place in changes):
-            continue
-        with graph.graph.inserting_before(outputs[0]):
-            call = graph.graph.call_function
-            given = nodes[0].args[0], [node.args[1] for node in nodes], gated is not None, residual
-            ys = call(few_rows._opoverload, given)
-            for index, node in enumerate(outputs):
-                y = call(operator.getitem, (ys, index))
-                y = call(operator.add, (y, biases[node])) if node in biases else y
-                y.meta.update(node.meta)  # its shape, for what follows
-                node.replace_all_uses_with(y)
-        replaced |= {*nodes, *outputs} | ({gated.args[0]} if gated else set())
-    for node in reversed(graph.graph.nodes):  # what else has no use may change a tensor in place
-        if node in replaced:
-            graph.graph.erase_node(node)
-    graph.recompile()
-    return found
-
-
-def _in_place(node: Any) -> bool:
-    """Whether a node may change one of its arguments."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv", "setitem")
-
-
-def _gated(gate: Any, up: Any) -> Any:
-    """The node silu(gate) * up, if gate and up have no other use."""
-    activated = next(iter(gate.users), gate)
-    product = next(iter(activated.users), gate)
-    once = len(gate.users) == len(activated.users) == len(up.users) == 1
-    found = once and activated.target is silu and product.target is operator.mul
-    return product if found and product.args == (activated, up) else None
-
-
-def _added(y: Any) -> Any:
-    """The node residual + y, if y has no other use."""
-    user = next(iter(y.users), None)
-    if user is None or len(y.users) > 1 or user.target is not operator.add or y is user.args[0] is user.args[1]:
-        return None
-    values = [x.meta["example_value"] for x in user.args if isinstance(x, torch.fx.Node)]
-    kinds = [(x.dtype, list(x.shape)) for x in values if isinstance(x, Tensor)]
-    return user if len(kinds) == 2 and kinds[0] == kinds[1] else None
 
 
 class _Waiting(threading.local):

@@ -216,13 +216,17 @@ def window_attention(
     return ((log_sum_BHT[..., None] - total_BHT1).exp() * y_BHTD + y_sinks_BHTD).to(q_BHTD.dtype)
 
 
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of the host as a tensor; without waiting for what a GPU has yet to do."""
+    values = torch.as_tensor(values, dtype=dtype)
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
 def _of_sequences(
     q_1HND: Tensor, k_1GKD: Tensor, v_1GKD: Tensor, borders: Sequence[int], of_keys: Sequence[int], scale: float
 ) -> Tensor:
     """Causal attention within sequences by one call: to launch one for each takes the host longer than the GPU."""
-    cu_2N = torch.tensor([[*borders], [*of_keys]], dtype=torch.int32, pin_memory=True).to(
-        q_1HND.device, non_blocking=True
-    )
+    cu_2N = upload([[*borders], [*of_keys]], q_1HND.device, torch.int32)
     longest = (max(end - begin for begin, end in pairwise(ends)) for ends in (borders, of_keys))
     q_NHD, k_KGD, v_KGD = (x[0].transpose(0, 1) for x in (q_1HND, k_1GKD, v_1GKD))
     attend = torch.ops.aten._flash_attention_forward

@@ -7,6 +7,10 @@ needs Triton.
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +21,7 @@ from lolcats.ops.hybrid_attention.kernels.decode import early_launch, wait_for_i
 from lolcats.ops.hybrid_attention.kernels.tiles import dot
 
 MOST_ROWS = 64
+LEAST_WEIGHTS = 1 << 24  # of layers with the same input; smaller ones wait for launches
 
 
 @torch.library.custom_op("lolcats::few_rows", mutates_args=())
@@ -74,6 +79,74 @@ def tiles(rows: int, outputs: int, inputs: int, gated: bool) -> tuple[int, int, 
     if outputs > 16384:
         return 128, depth, 4
     return 32 if rows > 32 and outputs < 6144 else 64, depth, 6
+
+
+def use_few_rows(graph: torch.fx.GraphModule) -> bool:
+    """Put `few_rows` in the place of large linear layers of several rows, of those with the same input
+    together, and of the sums and gates that follow them. Returns whether layers are large."""
+    by_input: dict[Any, list[Any]] = defaultdict(list)
+    for node in graph.graph.find_nodes(op="call_function", target=linear):
+        if not node.kwargs and node.args[1].op in ("placeholder", "get_attr"):
+            by_input[node.args[0]].append(node)
+    order = {node: place for place, node in enumerate(graph.graph.nodes)}
+    changes = [place for node, place in order.items() if _in_place(node)]
+    found, replaced = False, set()
+    for nodes in by_input.values():
+        weights = [node.args[1].meta["example_value"] for node in nodes]
+        if sum(x.numel() for x in weights) < LEAST_WEIGHTS or len(nodes) > 3 or weights[0].shape[1] % 64:
+            continue
+        if any(x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous() for x in weights):
+            continue
+        found = True
+        if nodes[0].meta["example_value"].shape[:-1].numel() == 1:
+            continue
+        biases = {node: node.args[2] for node in nodes if len(node.args) > 2 and node.args[2] is not None}
+        gated = _gated(*nodes) if not biases and len(nodes) == 2 else None
+        added = _added(*nodes) if not biases and len(nodes) == 1 else None
+        residual = next(x for x in added.args if x is not nodes[0]) if added else None
+        outputs = [gated or added] if gated or added else nodes
+        if any(order[nodes[0]] < place < order[outputs[-1]] for place in changes):
+            continue
+        with graph.graph.inserting_before(outputs[0]):
+            call = graph.graph.call_function
+            given = nodes[0].args[0], [node.args[1] for node in nodes], gated is not None, residual
+            ys = call(few_rows._opoverload, given)
+            for index, node in enumerate(outputs):
+                y = call(operator.getitem, (ys, index))
+                y = call(operator.add, (y, biases[node])) if node in biases else y
+                y.meta.update(node.meta)  # its shape, for what follows
+                node.replace_all_uses_with(y)
+        replaced |= {*nodes, *outputs} | ({gated.args[0]} if gated else set())
+    for node in reversed(graph.graph.nodes):  # what else has no use may change a tensor in place
+        if node in replaced:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return found
+
+
+def _in_place(node: Any) -> bool:
+    """Whether a node may change one of its arguments."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv", "setitem")
+
+
+def _gated(gate: Any, up: Any) -> Any:
+    """The node silu(gate) * up, if gate and up have no other use."""
+    activated = next(iter(gate.users), gate)
+    product = next(iter(activated.users), gate)
+    once = len(gate.users) == len(activated.users) == len(up.users) == 1
+    found = once and activated.target is silu and product.target is operator.mul
+    return product if found and product.args == (activated, up) else None
+
+
+def _added(y: Any) -> Any:
+    """The node residual + y, if y has no other use."""
+    user = next(iter(y.users), None)
+    if user is None or len(y.users) > 1 or user.target is not operator.add or y is user.args[0] is user.args[1]:
+        return None
+    values = [x.meta["example_value"] for x in user.args if isinstance(x, torch.fx.Node)]
+    kinds = [(x.dtype, list(x.shape)) for x in values if isinstance(x, Tensor)]
+    return user if len(kinds) == 2 and kinds[0] == kinds[1] else None
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """Training data that the model writes itself."""
 
 import json
-import os
 import shutil
 from functools import partial
 from unittest.mock import Mock
@@ -85,53 +84,6 @@ def test_prompts_that_the_user_gives(chat_dir, tmp_path):
     assert report["sampling"]["prompts"] == "given"
     assert {"system", "user"} == {row["messages"][0]["role"] for row in written}
     assert all(row["messages"][-1] != old for row in written)
-
-
-VLLM = """
-import os
-from types import SimpleNamespace
-__version__ = "0"
-
-def SamplingParams(**params):
-    assert params["max_tokens"] in (32, 64) and params["ignore_eos"] and 1 in params["stop_token_ids"]
-
-class LLM:
-    def __init__(self, **settings):
-        self.llm_engine, self.waiting, self.ended = self, [], 0
-        self.has_unfinished_requests = lambda: bool(self.waiting)
-        self.get_num_unfinished_requests = lambda: len(self.waiting)
-        self.add_request = lambda index, prompt, params: self.waiting.append(index)
-
-    def step(self):
-        if self.ended == 70:
-            FAIL
-        self.ended += 1
-        answer = SimpleNamespace(text=f"w{self.ended} w2 w3 w4", token_ids=[1, 2], finish_reason="stop")
-        return [SimpleNamespace(request_id=self.waiting.pop(), outputs=[answer])]
-"""
-
-
-@pytest.mark.parametrize(
-    ("fail", "why"),
-    [("raise ValueError('no\\nkernel')", "ValueError: no kernel"), ("os._exit(3)", "its process ended with code 3")],
-)
-def test_linearize_with_a_vllm_that_fails(run, chat_dir, tmp_path, monkeypatch, capsys, fail, why):
-    """What it wrote is kept, and the engine writes the rest."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(VLLM.replace("FAIL", fail))
-    (tmp_path / "vllm" / "sampling_params.py").write_text("class RequestOutputKind:\n    FINAL_ONLY = 2\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(self_data, "can_use_vllm", lambda section: True)
-    source = {"sources": [{"path": "self", "max_rows": 60}], "sequence_length": 32, "validation_rows": 4}
-    short = {"data": source, "transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}
-    report = run(tmp_path / "out", short, {"model": {"path": str(chat_dir)}}, console=Console())
-    assert f"vLLM failed, so that the engine of lolcats goes on: {why}" in capsys.readouterr().out
-    (about,) = report["data"]["written"]
-    assert about["engines"] == ["lolcats", "vllm 0"]
-    (samples,) = (tmp_path / "cache").glob("self-*/rows.samples")
-    assert samples.read_text().count('"engine": "vllm 0"') == 10
-    assert about["rows"] > 5
-    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def _file(folder, given):

@@ -3,30 +3,21 @@
 `path: self`: a chat model samples a user's message from the beginning of its own chat template, as Magpie
 (arXiv:2406.08464), and then the answer; a base model continues from its begin token. `answers: teacher`: it answers the
 prompts of a source. Rows are kept in the data cache under the hash of what decides them; an interrupted run resumes.
-
-On a GPU, vLLM writes where it is installed, in a process of its own (`python -m lolcats.self_data`); else the engine.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
-import multiprocessing.connection
-import os
 import re
-import subprocess
-import sys
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed
 from filelock import FileLock
 from rich.console import Console
 
@@ -35,10 +26,10 @@ from lolcats.conversion import keep_softmax, positions_of
 from lolcats.data.cache import cache_directory, content_hash
 from lolcats.data.sources import open_source
 from lolcats.errors import UserError
-from lolcats.generation.engine import ADMITTED, Engine, slots_in_memory
-from lolcats.generation.request import Piece, Result, chat_text, end_tokens
+from lolcats.generation.engine import Engine, slots_in_memory
+from lolcats.generation.request import Piece, Result, chat_text
 from lolcats.generation.sampling import SamplingParams
-from lolcats.modeling.loading import load_base_model, load_skeleton, locate, resolve_device, resolve_dtype
+from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.report import write_text
 from lolcats.training.progress import Progress
 from lolcats.training.run_folder import weights_hash
@@ -53,8 +44,8 @@ SHORTEST_PROMPT, SHORTEST_TEXT = 12, 200  # characters
 
 Conversation = list[dict[str, str]]
 Sampler = Callable[[dict[int, list[int]], int, dict[str, Any], int], Iterator[dict[str, Any]]]
-"""Of token ids by index, most new tokens, sampling parameters and a seed: {index, text, finished, tokens, engine} of
-each, when it ends."""
+"""Of token ids by index, most new tokens, sampling parameters and a seed: {index, text, finished, tokens} of each, when
+it ends."""
 
 
 def written_file(section: ModelSection, source: DataSource, seed: int, console: Console) -> tuple[Path, dict[str, Any]]:
@@ -84,16 +75,8 @@ def _write(
     skeleton, tokenizer = load_skeleton(section)
     length = min(MAX_LENGTH, positions_of(skeleton))
     with closing(Progress(console)) as progress:
-        write = partial(write_rows, tokenizer, length, file, count, prompts=prompts, seed=seed, progress=progress)
-        if can_use_vllm(section):
-            log = file.with_name("vllm.log")
-            progress.message(f"vLLM writes the model's own data, and to {log}")
-            try:
-                with vllm_sampler(section, length, end_tokens(skeleton), log) as sample:
-                    return write(sample)
-            except ChildProcessError as error:
-                progress.message(f"warning: vLLM failed, so that the engine of lolcats goes on: {error} ({log})")
-        return write(engine_sampler(section, length, min(SLOTS, count)))
+        sample = engine_sampler(section, length, min(SLOTS, count))
+        return write_rows(tokenizer, length, file, count, sample, prompts=prompts, seed=seed, progress=progress)
 
 
 def engine_sampler(section: ModelSection, length: int, slots: int) -> Sampler:
@@ -114,91 +97,10 @@ def engine_sampler(section: ModelSection, length: int, slots: int) -> Sampler:
                 if result.error is not None:
                     raise UserError(f"the model's own data: {result.error}; rows are kept, the same command resumes")
                 row = {"index": index, "text": result.text, "finished": result.finish_reason == "stop"}
-                yield row | {"tokens": len(result.token_ids), "engine": "lolcats"}
+                yield row | {"tokens": len(result.token_ids)}
             events.clear()
 
     return sample
-
-
-def can_use_vllm(section: ModelSection) -> bool:
-    """Whether vLLM is installed, and there is a GPU for the whole model."""
-    on_gpu = resolve_device(section.device).type == "cuda"
-    return on_gpu and not section.load_in_4bit and importlib.util.find_spec("vllm") is not None
-
-
-@contextmanager
-def vllm_sampler(section: ModelSection, length: int, ends: frozenset[int], log: Path) -> Iterator[Sampler]:
-    """vLLM, in a process whose memory is free again when the block ends; what it prints goes to `log`.
-
-    Rows depend on those that run at the same time: a seed for each would cost much of the speed.
-    """
-    source, device = locate(section), resolve_device(section.device)
-    settings = source.arguments | {"model": source.path, "tokenizer_revision": section.revision, "max_num_seqs": SLOTS}
-    settings |= {"dtype": str(resolve_dtype(section.dtype, device)).removeprefix("torch."), "max_model_len": length}
-    settings |= {"config_format": "hf", "tokenizer_mode": "hf", "load_format": "safetensors"}
-    settings["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # not compiled: it starts sooner
-    # One process, which torchrun's store does not know.
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    environment["VLLM_NO_USAGE_STATS"] = "1"
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        settings["gpu_memory_utilization"] = 0.9 * free / total
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device.index or 0]
-    pipe, other = multiprocessing.Pipe()
-    command = [sys.executable, "-m", "lolcats.self_data", str(other.fileno()), json.dumps(settings)]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], stdout=out, stderr=out)
-    other.close()
-
-    def receive() -> Any:
-        if isinstance(found := pipe.recv(), str):
-            raise ChildProcessError(found)
-        return found
-
-    def sample(prompts: dict[int, list[int]], new: int, params: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
-        given = params | {"stop_token_ids": [*ends, *params.get("stop_token_ids", ())], "ignore_eos": True}
-        own_seed = zlib.crc32(f"{seed} {len(prompts)}".encode())  # another one where rows are kept: none comes twice
-        pipe.send((prompts, given | {"max_tokens": new}, own_seed))
-        for _ in prompts:
-            yield receive()
-
-    try:
-        receive()  # it has started
-        yield sample
-    except (EOFError, ConnectionError) as error:
-        raise ChildProcessError(f"its process ended with code {process.wait(60)}") from error
-    finally:
-        process.kill()
-        process.wait()
-        pipe.close()
-
-
-def _run_vllm(pipe: multiprocessing.connection.Connection, settings: dict[str, Any]) -> None:
-    """The process that `vllm_sampler` starts. It sends None when it can, then each row; or why it cannot."""
-    try:
-        import vllm
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = vllm.LLM(**settings).llm_engine
-        pipe.send(None)
-        while True:
-            prompts, params, seed = pipe.recv()
-            set_seed(seed)
-            waiting = deque(prompts.items())
-            while waiting or engine.has_unfinished_requests():
-                free = SLOTS - engine.get_num_unfinished_requests()
-                if free >= min(len(waiting), SLOTS // ADMITTED):  # passes over prompts are no CUDA graphs
-                    for index, prompt in [waiting.popleft() for _ in range(min(free, len(waiting)))]:
-                        sampling = vllm.SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
-                        engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling)
-                for output in engine.step():
-                    (answer,), index = output.outputs, int(output.request_id)
-                    row = {"index": index, "text": answer.text, "finished": answer.finish_reason == "stop"}
-                    pipe.send(row | {"tokens": len(answer.token_ids), "engine": f"vllm {vllm.__version__}"})
-    except Exception as error:
-        pipe.send(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
-        raise
 
 
 def written_key(source: DataSource) -> str:
@@ -245,7 +147,7 @@ def write_rows(
         prompts: what to answer; None: sampled, too.
 
     Returns:
-        rows, left_out and tokens sampled, and the engines that wrote.
+        rows, left_out and tokens sampled.
     """
 
     def draw(name: str, prompts: list[list[int]], new: int, params: dict[str, Any], seed: int) -> list[dict[str, Any]]:
@@ -265,7 +167,7 @@ def write_rows(
                 progress.update(len(found), "", tokens)
         return [found[index] for index in sorted(found)]
 
-    drafts, rows = list[dict[str, Any]](), list[dict[str, Any]]()
+    rows: list[dict[str, Any]] = []
     if getattr(tokenizer, "chat_template", None):
         # A chat model: prompts, unless they are given, then an answer to each.
         if prompts is None:
@@ -292,9 +194,7 @@ def write_rows(
     if not rows:
         raise UserError("the model wrote no usable training data; give data of your own (--data)")
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-    engines = sorted({row.get("engine", "lolcats") for row in drafts + samples})
-    tokens = sum(row["tokens"] for row in samples)
-    return {"rows": len(rows), "left_out": count - len(rows), "tokens": tokens, "engines": engines}
+    return {"rows": len(rows), "left_out": count - len(rows), "tokens": sum(row["tokens"] for row in samples)}
 
 
 def _user_turn(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:
@@ -320,7 +220,3 @@ def _is_good(text: str, shortest: int) -> bool:
     data = text.encode()
     repeats = len(data) > 2 * SHORTEST_TEXT and len(data) > MOST_COMPRESSED * len(zlib.compress(data))
     return len(text) >= shortest and not repeats and re.search(r"\w", text) is not None
-
-
-if __name__ == "__main__":
-    _run_vllm(multiprocessing.connection.Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -231,7 +231,8 @@ def choose_heads(run: Run) -> None:
     """As many exact heads as the budget allows, those with the largest gates."""
     budget = run.config.attention.exact_budget
     if "gates" in run.sections and budget is not None:
-        stage = GateStage(run.model, run.sections["gates"], run.data["gates"][1], group=run.group)
+        section, validation = run.sections["gates"], run.data["gates"][1]
+        stage = GateStage(run.model, section, validation, group=run.group, report=run.console.print)
         _train(run, stage)
         gates = stage.values()
         chosen = heads_in_budget(run.model.config, budget, run.base_dtype, by_gate(gates))

@@ -46,7 +46,6 @@ GPUS = {24: (165, 32), 48: (362, 32), 80: (989, 450), 141: (989, 450)}
 a few percent more bytes than are sold; they are left to the CUDA context and fragmentation."""
 UTILISATION = {"transfer": (0.21, 0.58), "gates": (0.18, 0.57), "adjust": (0.18, 0.57)}
 """Share of that rate at hidden sizes 576 and 4096, 8192 tokens a micro-step (benchmarks/results/train_*.json)."""
-GATES_LAUNCH_SECONDS = 0.25  # of a micro-step, which is no CUDA graph: 300 took 58 to 99 s with 18 and 30 layers
 GIB, GB, DISK_GB_S, EPOCH_TOKENS = 2**30, 10**9, 2, 20_000_000  # the last where `max_train_tokens` is not set
 WEIGHT, FLOAT, TRAINED, NF4 = 2, 4, 20, 0.5 + 4 / 64  # bytes of a parameter; trained: two gradients, Adam's moments
 WORKSPACES, TUNING = 96 * 2**20, 256 * 2**20  # of cuBLAS; of Triton while it tunes kernels in stage 1's first steps
@@ -184,7 +183,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         buffers += 3 * layer + ends * (not text.tie_word_embeddings)  # FSDP2: this layer, the next, one being copied
         moved = steps * (2 + compares if adjust or gates else 1) * model.in_layers * WEIGHT / link / GB
     rate = np.interp(np.log(hidden), np.log([576, 4096]), UTILISATION[stage]) * tflop_s * 1e12
-    seconds = tokens * flops / rate / (1 if streams else gpus) + moved + gates * steps * GATES_LAUNCH_SECONDS
+    seconds = tokens * flops / rate / (1 if streams else gpus) + moved
     return float(weights + trained + buffers + activations), float(seconds)
 
 

@@ -18,11 +18,11 @@ from lolcats.training.loop import Trainer, train
 
 @pytest.fixture
 def gate_stage(linearized):
-    def build(**section):
+    def build(device="cpu", **section):
         model, data, validation = linearized(loss_on="all")
         torch.manual_seed(5)
         settings = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 12, "eval_every": 12, **section}
-        return GateStage(randomised(model, 1.0), GatesSection(**settings), validation), data
+        return GateStage(randomised(model, 1.0).to(device), GatesSection(**settings), validation), data
 
     return build
 
@@ -69,6 +69,21 @@ def test_only_gates_are_trained(gate_stage, checkpointing):
         plain.micro_step(data.batch([0, 1]), scale=1.0)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, plain.blocks()[0][name].grad, rtol=1e-4, atol=1e-6)  # recomputed sums
+
+
+@pytest.mark.gpu
+def test_graphs_equal_plain_steps(gate_stage):
+    (stage, data), (plain, _) = gate_stage(device="cuda"), gate_stage(device="cuda", cuda_graphs="off")
+    for rows in ([0, 1], [2, 3]) * 4:
+        for each in (stage, plain):
+            each.found = each.micro_step(data.batch(rows), 0.5), each.evaluate()
+            each.gradients = [gate.grad for gate in each.gates.values()]
+            for gate in each.gates.values():
+                gate.data.mul_(0.9)
+                gate.grad = None
+        torch.testing.assert_close(stage.found, plain.found, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(stage.gradients, plain.gradients, rtol=1e-3, atol=1e-5)
+    assert len(stage.graphs._captured) == 3  # updates, evaluations, and their smaller last batch
 
 
 def test_of_closed_gates_the_one_that_closed_last_comes_first(gate_stage):

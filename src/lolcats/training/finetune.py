@@ -28,7 +28,7 @@ from lolcats.training.lora import add_lora
 
 ROWS = ("row_L", "label_L", "weight_L")
 PADDING_STEPS = 8
-"""CUDA graphs have fixed shapes: at most so many numbers of labels occur, each with its graph."""
+"""CUDA graphs have fixed shapes: padded, few numbers of labels occur, each with its graph."""
 
 
 class AdjustStage:
@@ -80,9 +80,7 @@ class AdjustStage:
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         """Mean over sequences of the mean over a sequence's labels: independent of the micro-batch size."""
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        rows = label_rows(batch["labels"], padding_steps=PADDING_STEPS if self.graphs.enabled else None)
-        return dict(self.graphs(self._gradient_step, to_device(inputs | rows, self.linearized.device), scale=scale))
+        return dict(self.graphs(self._gradient_step, self._inputs(batch), scale=scale))
 
     def evaluate(self) -> dict[str, Any]:
         size = self.config.micro_batch_size
@@ -94,20 +92,28 @@ class AdjustStage:
         how: dict[str, Any] = {"batch_size": size, "group": self.group, "graphs": self.graphs}
         return dataset_perplexity(self.model, self.validation, attention_call=self.call, **how)
 
-    @torch.no_grad()
     def _distilled(self, indices: list[int]) -> tuple[Tensor, int]:
         """[3, 1] sums over the labels of some validation sequences: the loss and its parts, in nats."""
-        batch = self.validation.batch(indices)
-        inputs = to_device(batch | label_rows(batch.pop("labels")), self.linearized.device)
-        row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
-        with gathered(self.head.module):
-            loss, parts = self._losses(inputs, row_L, label_L, torch.ones_like(weight_L))
-        return torch.stack([loss, *parts.values()])[:, None], len(row_L)
+        inputs, labels = self._inputs(self.validation.batch(indices), by_labels=True), self.validation.labels(indices)
+        means = self.graphs(self._means, inputs)
+        return torch.stack(list(means.values()))[:, None] * labels, labels
 
-    def _losses(
-        self, inputs: dict[str, Tensor], row_L: Tensor, label_L: Tensor, weight_L: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    @torch.no_grad()
+    def _means(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        with gathered(self.head.module):
+            loss, parts = self._losses(inputs)
+        return {"loss": loss, **parts}
+
+    def _inputs(self, batch: dict[str, Tensor], by_labels: bool = False) -> dict[str, Tensor]:
+        """The model's inputs and what `label_rows` gives, on the device."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        rows = label_rows(batch["labels"], padded=self.graphs.enabled, by_labels=by_labels)
+        return to_device(inputs | rows, self.linearized.device)
+
+    def _losses(self, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted loss, and its two parts where it has two."""
+        inputs = dict(inputs)
+        row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
         features_LD = head_inputs(self.linearized, self.head, inputs, row_L, self.call)
         share = self.config.distill_factor
         learnt_LD = features_LD.detach() if share == 1 else features_LD  # it is only reported then
@@ -120,26 +126,25 @@ class AdjustStage:
         return (1 - share) * loss + share * divergence, {"cross_entropy": loss, "divergence": divergence}
 
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-        """Adds up gradients. `inputs` are the model's and what `label_rows` gives, on the device."""
-        inputs = dict(inputs)
-        row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
+        """Adds up gradients."""
         self.model.train()
         with gathered(self.head.module):
-            loss, parts = self._losses(inputs, row_L, label_L, weight_L)
+            loss, parts = self._losses(inputs)
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 
 
-def label_rows(labels_BT: Tensor, *, padding_steps: int | None = None) -> dict[str, Tensor]:
+def label_rows(labels_BT: Tensor, *, padded: bool = False, by_labels: bool = False) -> dict[str, Tensor]:
     """Where there is something to predict, in a batch of unshifted labels; made on the CPU.
 
     Args:
-        padding_steps: round the number of rows up to a multiple of B * T / padding_steps, with other rows of
-            weight 0, so that few different numbers occur.
+        padded: round the number of rows up to a multiple of B * T / `PADDING_STEPS`, a small one to a half of it, a
+            quarter, ..., with other rows of weight 0.
+        by_labels: all labels weigh the same, else all sequences.
 
     Returns:
         row_L: distinct rows of B * T whose outputs predict a label; label_L: that label; weight_L: float32, so
-        that the weighted sum is the mean over sequences of the mean over a sequence's labels.
+        that the weighted sum is the mean over sequences of the mean over a sequence's labels, or over all labels.
     """
     labels_BT = labels_BT.cpu()
     sequences, tokens = labels_BT.shape
@@ -148,10 +153,12 @@ def label_rows(labels_BT: Tensor, *, padding_steps: int | None = None) -> dict[s
     row_L = labelled_N.nonzero()[:, 0]
     sequence_L = row_L // tokens
     count_B = torch.bincount(sequence_L, minlength=sequences)
-    weight_L = 1.0 / (count_B[sequence_L] * sequences)
+    weight_L = 1.0 / (torch.full_like(row_L, len(row_L)) if by_labels else count_B[sequence_L] * sequences)
     label_L = next_N[row_L]
-    if padding_steps is not None:
-        step = -(-len(next_N) // padding_steps)
+    if padded:
+        step = -(-len(next_N) // PADDING_STEPS)
+        while 2 * max(len(row_L), 1) <= step:
+            step //= 2
         wanted = min(max(-(-len(row_L) // step), 1) * step, len(next_N))
         others = (~labelled_N).nonzero()[:, 0][: wanted - len(row_L)]
         row_L = torch.cat([row_L, others])

@@ -9,6 +9,7 @@ arXiv:2410.10819, whose other side of a gate is a window alone.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered
 from lolcats.training.device import checkpoint_activations, keep_activations, to_device
 from lolcats.training.finetune import ROWS, label_rows
+from lolcats.training.graphs import Graphs, graphs_wanted
 from lolcats.training.head import find_head, head_inputs, part_size, weighted_divergence
 
 AVERAGE_STEPS = 100
@@ -40,7 +42,13 @@ class GateStage:
     lr_factors: dict[str, float] = {}
 
     def __init__(
-        self, model: LolcatsForCausalLM, config: GatesSection, validation: PackedDataset, *, group: Group = SINGLE
+        self,
+        model: LolcatsForCausalLM,
+        config: GatesSection,
+        validation: PackedDataset,
+        *,
+        group: Group = SINGLE,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model, self.config, self.validation, self.group = model, config, validation, group
         model.requires_grad_(False)
@@ -56,6 +64,8 @@ class GateStage:
         self.part = part_size(model.config.text_config.vocab_size)
         if config.gradient_checkpointing:
             checkpoint_activations(model, preserve_rng_state=False)
+        graphs = graphs_wanted(config.cuda_graphs, model, report)
+        self.graphs = Graphs(list(self.gates.values()), enabled=graphs, report=report)
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         gates = {f"layers.{index}.gates": gate for index, gate in self.gates.items()}
@@ -67,11 +77,7 @@ class GateStage:
             if next(iter(self.gates.values())).grad is None:  # the first micro-batch of an update
                 torch._foreach_lerp_(list(self.averages.values()), list(self.gates.values()), 1 / AVERAGE_STEPS)
         self.model.train(self.config.gradient_checkpointing)  # which transformers does in training alone
-        with gathered(self.head.module):  # which the backward pass uses again
-            divergence, mean = self._losses(batch)
-            loss = divergence + self.config.penalty * mean
-            (loss * scale).backward()
-        return {"loss": loss.detach(), "divergence": divergence.detach(), "mean_gate": mean.detach()}
+        return dict(self.graphs(self._gradient_step, self._inputs(batch, scale)))
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
@@ -80,8 +86,9 @@ class GateStage:
 
         def measure(indices: list[int]) -> tuple[Tensor, int]:
             with gathered(self.head.module):
-                divergence, labels = self._losses(self.validation.batch(indices))[0], self.validation.labels(indices)
-            return divergence.reshape(1, 1) * labels, labels
+                found = self.graphs(self._losses, self._inputs(self.validation.batch(indices)))
+            labels = self.validation.labels(indices)
+            return found["divergence"].reshape(1, 1) * labels, labels
 
         (total,), count = self.group.sums(batches_of(self.validation, self.config.micro_batch_size), measure)
         mean = float(torch.cat(list(self.gates.values())).mean())
@@ -94,7 +101,8 @@ class GateStage:
             gate.clamp_(0, 1)
 
     def release(self) -> None:
-        """Training is over: the model computes as before, without recomputing activations."""
+        """Training is over: the graphs' memory is free, and activations are not recomputed."""
+        self.graphs.release()
         if self.config.gradient_checkpointing:
             keep_activations(self.model)
 
@@ -102,17 +110,27 @@ class GateStage:
         """The averaged gates of each layer's KV heads."""
         return {index: average.tolist() for index, average in self.averages.items()}
 
-    def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _inputs(self, batch: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
+        rows = label_rows(batch["labels"], padded=self.graphs.enabled, by_labels=True)
+        inputs = {"input_ids": batch["input_ids"], "scale": torch.tensor(scale), **rows}
+        return to_device(inputs, self.model.device)
+
+    def _gradient_step(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        with gathered(self.head.module):  # which the backward pass uses again
+            losses = self._losses(inputs)
+            loss = losses["divergence"] + self.config.penalty * losses["mean_gate"]
+            (loss * inputs["scale"]).backward()
+        return {"loss": loss.detach()} | {name: value.detach() for name, value in losses.items()}
+
+    def _losses(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean divergence in nats over the labels of a batch, and the mean gate."""
-        rows = label_rows(batch["labels"])
-        inputs = to_device({"input_ids": batch["input_ids"]} | rows, self.model.device)
-        row_L, _, weight_L = (inputs.pop(name) for name in ROWS)
+        tokens = {"input_ids": inputs["input_ids"]}
+        row_L, _, weight_L = (inputs[name] for name in ROWS)
         with torch.no_grad():
-            teacher_LD = head_inputs(self.model, self.head, inputs, row_L, SOFTMAX)
-        student_LD = head_inputs(self.model, self.head, inputs, row_L, AttentionCall(gates=self.gates))
-        weight_L = torch.full_like(weight_L, 1 / max(len(weight_L), 1))
+            teacher_LD = head_inputs(self.model, self.head, tokens, row_L, SOFTMAX)
+        student_LD = head_inputs(self.model, self.head, tokens, row_L, AttentionCall(gates=self.gates))
         divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, part=self.part)
-        return divergence, torch.cat(list(self.gates.values())).mean()
+        return {"divergence": divergence, "mean_gate": torch.cat(list(self.gates.values())).mean()}
 
 
 def by_gate(gates: dict[int, list[float]]) -> list[tuple[int, int]]:

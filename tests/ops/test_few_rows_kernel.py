@@ -50,7 +50,7 @@ def test_real_layers(outputs, inputs, rows, kind):
 
 def test_tiles_are_powers_of_two_and_fit_a_multiprocessor():
     layers = (6144, 4096), (4096, 14336), (128256, 4096), (1536, 8960), (100, 192)
-    for rows, (outputs, inputs), gated in product((2, 64), layers, (False, True)):
+    for rows, (outputs, inputs), gated in product((1, 2, 64), layers, (False, True)):
         width, depth, stages = tiles(rows, outputs, inputs, gated)
         assert (inputs % depth, width) == (0, width & -width)
         assert 2 * depth * stages * (width * (1 + gated) + max(rows, 16)) <= 227 * 1024

@@ -1,8 +1,7 @@
-"""Linear layers of 2 to 64 rows, as in a decoding step: one stream of the weights through the matrix units.
+"""Linear layers of at most 64 rows, as in a decoding step: one stream of the weights.
 
-Reading weights is what such a step costs. cuBLAS takes up to a fifth longer, runs layers with the same input one after
-the other, and waits with each for the kernel before it. For one row Inductor's sums are faster. Importing this module
-needs Triton.
+Reading weights is what such a step costs. cuBLAS takes up to a third longer, runs layers with the same input one after
+the other, and waits with each for the kernel before it. Importing this module needs Triton.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def few_rows(x: Tensor, weights: list[Tensor], gated: bool, residual: Tensor | N
             *given,
             rows,
             K=inputs,
-            M=max(triton.next_power_of_2(rows), 16),
+            M=1 if rows == 1 else max(triton.next_power_of_2(rows), 16),
             BN=width,
             BK=depth,
             STAGES=stages,
@@ -73,6 +72,9 @@ def tiles(rows: int, outputs: int, inputs: int, gated: bool) -> tuple[int, int, 
 
     The fastest on an H200 for the layers of Llama 3 8B.
     """
+    if rows == 1:
+        depth = min(inputs & -inputs, 1024 if inputs > 8192 else 2048)
+        return (2048 if gated else 4096) // depth, depth, 2
     depth = 128 if inputs % 128 == 0 else 64
     if gated:
         return 64, depth, 4
@@ -82,8 +84,8 @@ def tiles(rows: int, outputs: int, inputs: int, gated: bool) -> tuple[int, int, 
 
 
 def use_few_rows(graph: torch.fx.GraphModule) -> bool:
-    """Put `few_rows` in the place of large linear layers of several rows, of those with the same input
-    together, and of the sums and gates that follow them. Returns whether layers are large."""
+    """Put `few_rows` in the place of large linear layers, of those with the same input together, and of the sums and
+    gates that follow them. Returns whether layers are large."""
     by_input: dict[Any, list[Any]] = defaultdict(list)
     for node in graph.graph.find_nodes(op="call_function", target=linear):
         if not node.kwargs and node.args[1].op in ("placeholder", "get_attr"):
@@ -98,8 +100,6 @@ def use_few_rows(graph: torch.fx.GraphModule) -> bool:
         if any(x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous() for x in weights):
             continue
         found = True
-        if nodes[0].meta["example_value"].shape[:-1].numel() == 1:
-            continue
         biases = {node: node.args[2] for node in nodes if len(node.args) > 2 and node.args[2] is not None}
         gated = _gated(*nodes) if not biases and len(nodes) == 2 else None
         added = _added(*nodes) if not biases and len(nodes) == 1 else None
@@ -164,6 +164,27 @@ def _ask_for(address):
 
 
 @triton.jit
+def _sums(x, weight_N1, second_N1, K: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr):
+    """One or two products [N, 1] with one row, summed in registers. Weights are read a tile ahead, the first ones
+    before the input is there."""
+    k = tl.arange(0, BK)[None, :]
+    weight_NK = tl.load(weight_N1 + k)
+    second_NK = tl.load(second_N1 + k) if GATED else weight_NK
+    wait_for_inputs(EARLY)
+    acc_NK = tl.zeros(weight_NK.shape, tl.float32)
+    up_NK = acc_NK
+    for begin in range(0, K, BK):
+        part_1K = tl.load(x + k + begin).to(tl.float32)
+        later = begin + BK + k
+        weights_NK, weight_NK = weight_NK, tl.load(weight_N1 + later, mask=later < K)
+        acc_NK += weights_NK.to(tl.float32) * part_1K
+        if GATED:
+            seconds_NK, second_NK = second_NK, tl.load(second_N1 + later, mask=later < K)
+            up_NK += seconds_NK.to(tl.float32) * part_1K
+    return tl.sum(acc_NK, 1)[:, None], tl.sum(up_NK, 1)[:, None]
+
+
+@triton.jit
 def _kernel(
     x,
     residual,
@@ -187,9 +208,10 @@ def _kernel(
 ):
     """One program: BN columns of a result. Rows and columns beyond the ends repeat the last ones and are not stored.
 
-    Products have the larger side first, which Hopper's matrix units want: the outputs, where there are enough.
+    Several rows go through the matrix units, the larger side first, which Hopper's want: the outputs, where there are
+    enough.
     """
-    OUTPUTS_FIRST: tl.constexpr = BN >= 64
+    OUTPUTS_FIRST: tl.constexpr = M == 1 or BN >= 64
     dtype: tl.constexpr = y.dtype.element_ty
     index = tl.program_id(0)
     if second_y is not None:
@@ -202,22 +224,28 @@ def _kernel(
                     index, weight, y, outputs = index - tiles, third, third_y, third_outputs
     n = index * BN + tl.arange(0, BN)
     m = tl.arange(0, M)
-    k = tl.arange(0, BK)
-    row_N = tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * K
-    x_MK = x + tl.minimum(m, rows - 1)[:, None] * K + k[None, :]
-    if EARLY:
-        line = tl.minimum(tl.arange(0, 8) * 64, K - 64)[None, :]  # of 128 bytes: the first of each row
-        _ask_for(weight + row_N + line)
-        if GATED:
-            _ask_for(second + row_N + line)
-    wait_for_inputs(EARLY)
-    acc = tl.zeros([BN, M] if OUTPUTS_FIRST else [M, BN], tl.float32)
-    up = acc
-    for begin in tl.range(0, K, BK, num_stages=STAGES):
-        part_MK = tl.load(x_MK + begin)
-        acc = _product(tl.load(weight + row_N + k[None, :] + begin), part_MK, acc, OUTPUTS_FIRST)
-        if GATED:
-            up = _product(tl.load(second + row_N + k[None, :] + begin), part_MK, up, OUTPUTS_FIRST)
+    k = tl.arange(0, BK)[None, :]
+    x += tl.minimum(m, rows - 1)[:, None] * K
+    row_N1 = tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * K
+    weight += row_N1
+    if GATED:
+        second += row_N1
+    if M == 1:
+        acc, up = _sums(x, weight, second, K, BK, GATED, EARLY)
+    else:
+        if EARLY:
+            line = tl.minimum(tl.arange(0, 8) * 64, K - 64)[None, :]  # of 128 bytes: the first of each row
+            _ask_for(weight + line)
+            if GATED:
+                _ask_for(second + line)
+        wait_for_inputs(EARLY)
+        acc = tl.zeros([BN, M] if OUTPUTS_FIRST else [M, BN], tl.float32)
+        up = acc
+        for begin in tl.range(0, K, BK, num_stages=STAGES):
+            part_MK = tl.load(x + k + begin)
+            acc = _product(tl.load(weight + k + begin), part_MK, acc, OUTPUTS_FIRST)
+            if GATED:
+                up = _product(tl.load(second + k + begin), part_MK, up, OUTPUTS_FIRST)
     acc = acc.to(dtype)
     if GATED:
         gate = acc.to(tl.float32)

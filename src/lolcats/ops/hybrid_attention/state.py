@@ -172,8 +172,13 @@ def initial_state(
     cu_seqlens: Tensor | None = None,
     *,
     packed: bool = False,
+    cleared: bool = True,
 ) -> HybridState:
-    """The state before the first token of the sequences whose keys look like `k_BGTD`; its windows may be packed."""
+    """The state before the first token of the sequences whose keys look like `k_BGTD`; its windows may be packed.
+
+    Not cleared, all but the position is memory that is still to be written.
+    """
+    new = k_BGTD.new_zeros if cleared else k_BGTD.new_empty
     batch, kv_heads, _, head_dim = k_BGTD.shape
     width, kind = (head_dim + FACTOR_BYTES, torch.int8) if packed else (head_dim, k_BGTD.dtype)
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
@@ -182,12 +187,12 @@ def initial_state(
         state_heads = params.k_weight.shape[0]
         features = params.k_weight.shape[2] * FEATURE_MAPS[config.feature_map].multiple
     return HybridState(
-        S=k_BGTD.new_zeros(sequences, state_heads, features, head_dim, dtype=sums),
-        z=k_BGTD.new_zeros(sequences, state_heads, features, dtype=sums),
-        k=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width, dtype=kind),
-        v=k_BGTD.new_zeros(sequences, kv_heads, config.capacity, width, dtype=kind),
-        sink_k=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
-        sink_v=k_BGTD.new_zeros(sequences, kv_heads, config.sinks, width, dtype=kind),
+        S=new(sequences, state_heads, features, head_dim, dtype=sums),
+        z=new(sequences, state_heads, features, dtype=sums),
+        k=new(sequences, kv_heads, config.capacity, width, dtype=kind),
+        v=new(sequences, kv_heads, config.capacity, width, dtype=kind),
+        sink_k=new(sequences, kv_heads, config.sinks, width, dtype=kind),
+        sink_v=new(sequences, kv_heads, config.sinks, width, dtype=kind),
         position=k_BGTD.new_zeros(sequences, dtype=torch.int64),
     )
 

@@ -94,21 +94,26 @@ def triton_with_state(
     (batch, _, tokens, _), fresh = q_BHTD.shape, state is None
     if state is None:
         packed = keeps_eight_bits(config, state, q_BHTD, k_BGTD, v_BGTD)
-        state = initial_state(config, params, k_BGTD, cu_seqlens, packed=packed)
+        state = initial_state(config, params, k_BGTD, cu_seqlens, packed=packed, cleared=False)
         config = config.within(tokens)
     else:
         state = state.map(lambda x: x.detach().clone(memory_format=torch.contiguous_format))
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(batch + 1, device=q_BHTD.device) * tokens
-    page_N = torch.arange(len(state.position), device=q_BHTD.device)
+    page_N, border_N = once(shared, _numbers, state.position, batch, tokens)
     q, k, v = (_dense(x.detach()).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-    row = Tokens(q, k, v, torch.zeros_like(q))  # of padding zeros
+    y = torch.empty_like(q) if cu_seqlens is None else torch.zeros_like(q)  # of padding
+    row, cu_seqlens = Tokens(q, k, v, y), border_N if cu_seqlens is None else cu_seqlens
     sequences = Sequences((page_N, page_N), state.position, cu_seqlens, (0,) * len(page_N) if fresh else None)
     parts = {name: x.unflatten(1, (k.shape[1], -1)) for name, x in state._asdict().items() if name != "position"}
     with torch.no_grad():
         tables = prefill(row, config, params, sequences=sequences, parts=parts, shared=shared)
     y_BHTD = row.y_NHD.unflatten(0, (batch, tokens)).transpose(1, 2)
     return y_BHTD, state._replace(position=state.position + tables.length_N)
+
+
+def _numbers(position_N: Tensor, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Those of N sequences, and the borders of even rows."""
+    page_N = torch.arange(max(len(position_N), batch + 1), device=position_N.device)
+    return page_N[: len(position_N)], page_N[: batch + 1] * tokens
 
 
 def _first_tokens(cu_seqlens: Tensor, count: int) -> Tensor:

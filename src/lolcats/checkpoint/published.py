@@ -38,7 +38,7 @@ from lolcats.report import card_head, public_name, without_paths
 
 # Implementations of one function, of which the window alone counts here.
 _ATTENTION_TYPE = re.compile(r"lolcats_(?:long_)?llama(?:_window_(?P<window>tk|sw)(?:_bf16|_fa2|_sdpa|_gen|_linear)?)?")
-_FEATURE_MAPS = {"softmax_dim": "hedgehog", "relu": "t2r", "pos_elu": "elu"}
+_FEATURE_MAPS = {"softmax_dim": "hedgehog", "relu": "t2r"}
 _DEFAULTS = {
     "affine_attention_factors": False,
     "learned_kernel": "untied_head_einsum",

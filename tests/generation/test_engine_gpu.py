@@ -1,5 +1,7 @@
 """The engine on a GPU: decoding from CUDA graphs."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -7,10 +9,20 @@ from transformers import DynamicCache
 from lolcats.generation.runner import Runner, SlotCache
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.cache import HybridCacheLayer
+from lolcats.modeling.graphs import Graphs
 
 pytestmark = pytest.mark.gpu
 
 KINDS = {"linear": {}, "sinks": {"sinks": 1}, "exact heads": {"exact": ["0.1", 1]}}
+
+
+def test_captures_share_a_workspace():
+    """cuBLAS keeps one for every stream that it has seen: 28 captures of an engine cost 0.9 GiB."""
+    graphs, x, used = Graphs(), torch.randn(64, 64, device="cuda"), []
+    for key in range(9):
+        graphs.run(key, partial(torch.mm, x, x), partial(torch.mm, x, x))
+        used.append(torch.cuda.memory_allocated())
+    assert used[-1] - used[0] < 2**20
 
 
 @pytest.mark.parametrize("kind", KINDS)

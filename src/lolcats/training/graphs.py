@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lolcats.modeling.graphs import side_stream
+
 WARM_UP = 2
 """Ordinary calls before a shape is captured: libraries load and kernels are compiled in them."""
 
@@ -74,7 +76,7 @@ class Graphs:
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """That graphs are captured on; made with the first call."""
         if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+            self._stream, self._pool = side_stream(device), torch.cuda.graph_pool_handle()
         return self._stream
 
     def _warm_up(self, call: Compute, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ def triton_with_state(
         config = config.within(tokens)
     else:
         state = state.map(lambda x: x.detach().clone(memory_format=torch.contiguous_format))
-    page_N, border_N = once(shared, _numbers, state.position, batch, tokens)
+    page_N, border_N = once(shared, _numbers, q_BHTD.device, len(state.position), batch, tokens)
     q, k, v = (_dense(x.detach()).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
     y = torch.empty_like(q) if cu_seqlens is None else torch.zeros_like(q)  # of padding
     row, cu_seqlens = Tokens(q, k, v, y), border_N if cu_seqlens is None else cu_seqlens
@@ -110,10 +110,10 @@ def triton_with_state(
     return y_BHTD, state._replace(position=state.position + tables.length_N)
 
 
-def _numbers(position_N: Tensor, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Those of N sequences, and the borders of even rows."""
-    page_N = torch.arange(max(len(position_N), batch + 1), device=position_N.device)
-    return page_N[: len(position_N)], page_N[: batch + 1] * tokens
+def _numbers(device: torch.device, sequences: int, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Those of the sequences, and the borders of even rows."""
+    number_N = torch.arange(max(sequences, batch + 1), device=device)
+    return number_N[:sequences], number_N[: batch + 1] * tokens
 
 
 def _first_tokens(cu_seqlens: Tensor, count: int) -> Tensor:

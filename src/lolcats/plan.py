@@ -149,7 +149,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         inner = np.sum((1 - linear_L + gates * (linear_L > 0)) * softmax_L + hybrid_L) + 2 * lora
         first = int(np.argmax(linear_L > 0)) * (not again)  # layers before it have no backward pass
         labels = min(GATE_LABELS, length) / length if gates else 1.0
-        head = labels * (2 * adjust + KL_PRODUCTS * compares) * 2 * hidden * vocabulary
+        head = labels * (KL_PRODUCTS if compares else 2) * 2 * hidden * vocabulary
         backward = (2 * model.matrices + 2 * inner) * (1 - first / layers)
         flops = (2 * model.matrices + inner) * (1 + again) + backward + head + compares * frozen
         saved_L = (2 * heads_L + 2 * kv_L) * dim_L + chunks_L + mlp * 2 / 3 + adjust * hidden * (linear_L > 0)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 
-from lolcats.training.head import LanguageHead, weighted_cross_entropy, weighted_divergence
+from lolcats.training.head import LanguageHead, weighted_cross_entropy, weighted_losses
 
 WIDTH, VOCABULARY = 12, 37
 HEADS = {"plain": {}, "softcap": {"softcap": 2.0}, "scaled": {"multiply": 0.3}, "divided": {"divide": 4.0}}
@@ -73,14 +73,15 @@ def test_small_weights_do_not_underflow_in_half_precision():
     torch.testing.assert_close(gradient(loss, features).float(), expected, rtol=3e-2, atol=2e-6)
 
 
+@pytest.mark.parametrize("share", [0.3, 1])
 @pytest.mark.parametrize("part", [4, 50])
-def test_divergence_in_parts(part):
+def test_both_losses_in_parts(part, share):
     head = make_head(softcap=3.0)
-    features, _, weight = make_inputs()
+    features, label, weight = make_inputs()
     teacher = torch.randn(23, WIDTH)
-
-    def plain():
-        student, target = (head(x).log_softmax(-1) for x in (features, teacher))
-        return kl_div(student, target, reduction="none", log_target=True).sum(-1) @ weight
-
-    assert_same(weighted_divergence(features, teacher, weight, head, part=part), plain(), features)
+    student, target = (head(x).log_softmax(-1) for x in (features, teacher))
+    divergence = kl_div(student, target, reduction="none", log_target=True).sum(-1) @ weight
+    entropy = plain_loss(features, label, weight, head)
+    found = weighted_losses(features, teacher, label, weight, head, share=share, part=part)
+    torch.testing.assert_close(found[1:], (entropy.detach(), divergence.detach()))
+    assert_same(found[0], (1 - share) * entropy + share * divergence, features)

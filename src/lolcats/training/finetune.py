@@ -23,7 +23,7 @@ from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered
 from lolcats.training.device import checkpoint_activations, to_device
 from lolcats.training.graphs import Graphs, graphs_wanted
-from lolcats.training.head import find_head, head_inputs, part_size, weighted_cross_entropy, weighted_divergence
+from lolcats.training.head import find_head, head_inputs, part_size, weighted_cross_entropy, weighted_losses
 from lolcats.training.lora import add_lora
 
 ROWS = ("row_L", "label_L", "weight_L")
@@ -115,15 +115,13 @@ class AdjustStage:
         inputs = dict(inputs)
         row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
         features_LD = head_inputs(self.linearized, self.head, inputs, row_L, self.call)
-        share = self.config.distill_factor
-        learnt_LD = features_LD.detach() if share == 1 else features_LD  # it is only reported then
-        loss = weighted_cross_entropy(learnt_LD, label_L, weight_L, self.head, part=self.part)
-        if not share:
-            return loss, {}
+        if not (share := self.config.distill_factor):
+            return weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part), {}
         with torch.no_grad(), self.model.disable_adapter():
             teacher_LD = head_inputs(self.linearized, self.head, inputs, row_L, SOFTMAX)
-        divergence = weighted_divergence(features_LD, teacher_LD, weight_L, self.head, part=self.part)
-        return (1 - share) * loss + share * divergence, {"cross_entropy": loss, "divergence": divergence}
+        rows = features_LD, teacher_LD, label_L, weight_L
+        loss, entropy, divergence = weighted_losses(*rows, self.head, share=share, part=self.part)
+        return loss, {"cross_entropy": entropy, "divergence": divergence}
 
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         """Adds up gradients."""
@@ -131,7 +129,7 @@ class AdjustStage:
         with gathered(self.head.module):
             loss, parts = self._losses(inputs)
             (loss * scale).backward()
-        return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
+        return {"loss": loss.detach(), **parts}
 
 
 def label_rows(labels_BT: Tensor, *, padded: bool = False, by_labels: bool = False) -> dict[str, Tensor]:

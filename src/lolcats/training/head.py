@@ -116,27 +116,40 @@ def weighted_cross_entropy(
     return _in_parts(loss, part, features_LD, label_L, weight_L)
 
 
-def weighted_divergence(
-    features_LD: Tensor, teacher_LD: Tensor, weight_L: Tensor, head: LanguageHead, *, part: int
-) -> Tensor:
-    """Sum over L positions of weight times KL(teacher || student), in nats; a float32 scalar.
+def weighted_losses(
+    features_LD: Tensor,
+    teacher_LD: Tensor,
+    label_L: Tensor,
+    weight_L: Tensor,
+    head: LanguageHead,
+    *,
+    share: float,
+    part: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(1 - share) cross-entropy + share KL(teacher || student), and both, which have no gradient: each the sum over L
+    positions of weight times nats, a float32 scalar.
 
     Args:
         teacher_LD: the teacher's features, for the same head.
     """
 
-    def loss(features: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+    def loss(features: Tensor, teacher: Tensor, label: Tensor, weight: Tensor) -> Tensor:
         student_LV = head(features).float().log_softmax(-1)
         teacher_LV = head(teacher).float().log_softmax(-1)
         divergence_LV = kl_div(student_LV, teacher_LV, reduction="none", log_target=True)
-        return (divergence_LV.sum(-1) * weight).sum()
+        divergence = (divergence_LV.sum(-1) * weight).sum()
+        learnt_LV = student_LV.detach() if share == 1 else student_LV  # it is only reported then
+        entropy = -(learnt_LV.gather(1, label[:, None])[:, 0] * weight).sum()
+        whole = divergence if share == 1 else (1 - share) * entropy + share * divergence
+        return torch.stack([whole, entropy.detach(), divergence.detach()])
 
-    return _in_parts(loss, part, features_LD, teacher_LD, weight_L)
+    found = _in_parts(loss, part, features_LD, teacher_LD, label_L, weight_L)
+    return found[0], found[1].detach(), found[2].detach()
 
 
 def _in_parts(loss: Callable[..., Tensor], part: int, *tensors: Tensor) -> Tensor:
-    """Sum of a loss over parts of the first dimension; each part's logits live only while it runs."""
-    total = tensors[0].new_zeros((), dtype=torch.float32)
+    """Sum of losses over parts of the first dimension; each part's logits live only while it runs."""
+    total: Any = tensors[0].new_zeros((), dtype=torch.float32)
     for parts in zip(*(tensor.split(part) for tensor in tensors), strict=True):
         # Nothing in it is random, and the state of a generator cannot be read while a graph is captured.
         total = total + checkpoint(loss, *parts, use_reentrant=False, preserve_rng_state=False)

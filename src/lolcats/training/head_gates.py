@@ -27,7 +27,7 @@ from lolcats.parallel.sharding import gathered
 from lolcats.training.device import checkpoint_activations, keep_activations, to_device
 from lolcats.training.finetune import ROWS, label_rows
 from lolcats.training.graphs import Graphs, graphs_wanted
-from lolcats.training.head import find_head, head_inputs, part_size, weighted_divergence
+from lolcats.training.head import find_head, head_inputs, part_size, weighted_losses
 
 AVERAGE_STEPS = 100
 """Steps over which gates are averaged: the time constant of an exponential average."""
@@ -125,11 +125,12 @@ class GateStage:
     def _losses(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean divergence in nats over the labels of a batch, and the mean gate."""
         tokens = {"input_ids": inputs["input_ids"]}
-        row_L, _, weight_L = (inputs[name] for name in ROWS)
+        row_L, label_L, weight_L = (inputs[name] for name in ROWS)
         with torch.no_grad():
             teacher_LD = head_inputs(self.model, self.head, tokens, row_L, SOFTMAX)
         student_LD = head_inputs(self.model, self.head, tokens, row_L, AttentionCall(gates=self.gates))
-        divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, part=self.part)
+        rows = student_LD, teacher_LD, label_L, weight_L
+        divergence, *_ = weighted_losses(*rows, self.head, share=1, part=self.part)
         return {"divergence": divergence, "mean_gate": torch.cat(list(self.gates.values())).mean()}
 
 

@@ -55,11 +55,11 @@ def heads_in_budget(
     Args:
         budget: a share of the KV heads in layers that have linear ones (12%), rounded, at least one; or the size of a
             sequence's cache at a length (24MiB@8192), in which the states of the other heads count, too.
-        ranked: these heads as (layer, head); None: as they stand in the model.
+        ranked: these heads as (layer, head); None: the first of each layer, then the second, ..., as gates spread them.
     """
     layers = {layer.index: layer for layer in config.linear_layers}
     if ranked is None:
-        ranked = [(i, head) for i, layer in layers.items() for head in range(layer.num_kv_heads)]
+        ranked = sorted(((i, n) for i, layer in layers.items() for n in range(layer.num_kv_heads)), key=lambda x: x[1])
     ranked = [(index, head) for index, head in ranked if head not in layers[index].exact]
     heads = sum(layer.num_kv_heads for layer in layers.values())
     if budget.endswith("%"):

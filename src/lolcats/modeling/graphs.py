@@ -20,7 +20,7 @@ _TENSORS = {"input_ids", "attention_mask", "position_ids"}
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """For what comes before a capture: one, as cuBLAS keeps memory for each that it has seen, 32 MiB on Hopper."""
+    """For what runs before a capture. One for all: cuBLAS keeps a workspace a stream, 32 MiB on Hopper."""
     return torch.cuda.Stream(device)
 
 

@@ -1,6 +1,6 @@
 """Linear layers of at most 64 rows, as in a decoding step: one stream of the weights.
 
-Reading weights is what such a step costs. cuBLAS takes up to a third longer, runs layers with the same input one after
+Reading weights is what such a step costs. cuBLAS takes up to half longer, runs layers with the same input one after
 the other, and waits with each for the kernel before it. Importing this module needs Triton.
 """
 
@@ -101,7 +101,7 @@ def use_few_rows(graph: torch.fx.GraphModule) -> bool:
             continue
         found = True
         if nodes[0].meta["example_value"].shape[:-1].numel() == 1 and weights[0].shape[1] % 1024:
-            continue  # narrow tiles read one row's weights no faster than Inductor's sums
+            continue  # one row's weights in narrow tiles are slow: Inductor's sums
         biases = {node: node.args[2] for node in nodes if len(node.args) > 2 and node.args[2] is not None}
         gated = _gated(*nodes) if not biases and len(nodes) == 2 else None
         added = _added(*nodes) if not biases and len(nodes) == 1 else None

@@ -111,6 +111,7 @@ class GateStage:
         return {index: average.tolist() for index, average in self.averages.items()}
 
     def _inputs(self, batch: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
+        """On the device; `scale` too, which differs by the labels of a batch and would be a constant of a graph."""
         rows = label_rows(batch["labels"], padded=self.graphs.enabled, by_labels=True)
         inputs = {"input_ids": batch["input_ids"], "scale": torch.tensor(scale), **rows}
         return to_device(inputs, self.model.device)

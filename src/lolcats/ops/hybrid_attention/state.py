@@ -176,7 +176,7 @@ def initial_state(
 ) -> HybridState:
     """The state before the first token of the sequences whose keys look like `k_BGTD`; its windows may be packed.
 
-    Not cleared, all but the position is memory that is still to be written.
+    cleared: False: all but the position is uninitialised, for kernels that write all of it.
     """
     new = k_BGTD.new_zeros if cleared else k_BGTD.new_empty
     batch, kv_heads, _, head_dim = k_BGTD.shape

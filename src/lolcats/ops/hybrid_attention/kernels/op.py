@@ -100,7 +100,7 @@ def triton_with_state(
         state = state.map(lambda x: x.detach().clone(memory_format=torch.contiguous_format))
     page_N, border_N = once(shared, _numbers, q_BHTD.device, len(state.position), batch, tokens)
     q, k, v = (_dense(x.detach()).transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-    y = torch.empty_like(q) if cu_seqlens is None else torch.zeros_like(q)  # of padding
+    y = torch.empty_like(q) if cu_seqlens is None else torch.zeros_like(q)  # zeros for padding
     row, cu_seqlens = Tokens(q, k, v, y), border_N if cu_seqlens is None else cu_seqlens
     sequences = Sequences((page_N, page_N), state.position, cu_seqlens, (0,) * len(page_N) if fresh else None)
     parts = {name: x.unflatten(1, (k.shape[1], -1)) for name, x in state._asdict().items() if name != "position"}

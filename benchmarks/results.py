@@ -104,23 +104,8 @@ HYBRID = {  # rows of the table of exact heads -> file and method of their runs
         "default_smollm2_h100_2026-11-25: softmax",
         "rates_smollm2_h200_2026-11-26: softmax, as lolcats-hybrid",
     ),
-    "25 % exact": ("window128_smollm2_h100_2026-11-25: 25 %",),
-    "12 % exact": (
-        "smollm2_h200_2026-11-24: 12 %",
-        "default_smollm2_h100_2026-11-25: 12 %",
-    ),
-    "6 % exact": ("window128_smollm2_h100_2026-11-25: 6 %",),
     "25 % within 32 MiB, 8 bits": ("32mib_smollm2_h200_2026-11-26: 25 %, 32 MiB in all",),
-    "`lolcats-plus`: 12 % within 16 MiB, 8 bits": ("bounded_smollm2_h100_2026-11-25: 12 %, 16 MiB in all, 8 bits",),
     "all linear, Alpaca alone": ("ends_smollm2_h200_2026-11-23: all linear, instructions alone",),
-}
-DRAWN = {  # rows in the picture -> name and colour; orange: caches of bounded size
-    "softmax + LoRA, same data": ("softmax + LoRA", "black"),
-    "25 % exact": ("25 %", "C0"),
-    "12 % exact": ("12 %", "C0"),
-    "6 % exact": ("6 %", "C0"),
-    "`lolcats-plus`: 12 % within 16 MiB, 8 bits": ("lolcats-plus", "C1"),
-    "all linear, Alpaca alone": ("all linear", "C0"),
 }
 KINDS = {"needle": "one fact", "needles": "one of four", "phone_book": "phone book", "pairs": "pairs"}
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -421,26 +406,6 @@ def looks(results: Results) -> Figure:
     return figure
 
 
-def recall(results: Results) -> Figure:
-    """What the cache of a sequence buys: a point is the mean over seeds."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, 2)
-    for title, (name, color) in DRAWN.items():
-        runs = [run for key in HYBRID[title] for run in results.hybrid[key]]
-        texts = [run["held_out"]["encyclopedia"] for run in runs if "encyclopedia" in run["held_out"]]
-        for axis, value in zip(axes, (share(runs, "needles", 8192), statistics.fmean(texts)), strict=True):
-            axis.plot(mib(runs), value, "o", color=color)
-            offset = (4, -10) if color == "C1" or name == "25 %" else (4, 4)
-            axis.annotate(name, (mib(runs), value), offset, textcoords="offset points", fontsize=8)
-    titles = ("one of four facts in 8192 tokens (% found)", "perplexity of WikiText-2, windows of 4096 tokens")
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set(xscale="log", xlim=(3.5, 700), xlabel="cache of a sequence of 8192 tokens (MiB)", title=title)
-        axis.set_xticks([4, 8, 16, 32, 64, 128], ["4", "8", "16", "32", "64", "128"])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    return figure
-
-
 ON_THE_WAY = {  # to the default, one pass a stage: not shown
     "12 %, 4096, no linear part",
     "12 %, 4096",
@@ -530,7 +495,6 @@ def main() -> None:
     for name, draw in (
         ("ability", frontier),
         ("passkeys", passkeys),
-        ("recall", recall),
         ("inside", looks),
         ("esl", lengths),
     ):

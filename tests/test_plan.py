@@ -93,9 +93,9 @@ def test_measured_commands(tmp_path):
     qwen = resolve({}, model=str(tmp_path), data=["x"])
     model = count(qwen)
     assert cost(model, qwen, "gates", 141)[1] == pytest.approx(report["stages"]["gates"]["seconds"], rel=0.4)
-    for stage in ("transfer", "adjust"):  # 28 or 29 workspaces of cuBLAS were left from the engine's streams
+    for stage in ("transfer", "adjust"):
         peak = cost(model, qwen, stage, 141)[0] / GIB
-        assert peak == pytest.approx(report["stages"][stage]["peak_memory_gib"] - 0.9, rel=0.05)
+        assert peak == pytest.approx(report["again"]["stages"][stage]["peak_memory_gib"], rel=0.06)
 
 
 def test_what_cannot_be_planned_is_named(tmp_path):

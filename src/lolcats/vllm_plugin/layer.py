@@ -101,7 +101,7 @@ class PagedHybridAttention(nn.Module):
     """
 
     kernels: dict[str, Any] | None
-    heads: Tensor | None  # the linear KV heads, where there are exact ones beside them
+    heads: Tensor | None  # the linear KV heads, where any layer has exact ones
     exact_heads: Tensor
 
     def __init__(self, config: LolcatsConfig, layer: LayerHeads, softmax: Attention) -> None:
@@ -127,7 +127,8 @@ class PagedHybridAttention(nn.Module):
         self.steps_in_pages = own.is_softmax or self.linear_attention.has_step_kernel(dtype)
         self.exact = ExactHeads(softmax, own.exact) if own.exact and self.ring is None else None
         self.side = aux_stream()  # None on a CPU
-        linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
+        mixed = config.has_exact_heads and not own.is_softmax  # one form: kernels are compiled once
+        linear = torch.tensor(self.linear_attention.heads.linear) if mixed else None
         self.register_buffer("heads", linear, persistent=False)
         self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
         # After the exact heads: in the other order vLLM's prefix cache gave wrong answers in smaller units.

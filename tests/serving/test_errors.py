@@ -46,6 +46,7 @@ BAD = [
     (CHATS, said(["hello"]), "expected text or parts", "messages.0.content"),
     (CHATS, said("", tool_calls=[{"id": "a"}]), "tool_calls is not supported by this server; vLLM's", "messages.0"),
     (CHATS, {"messages": [0] * 2049}, "at most 2048", "messages"),
+    (CHATS, CHAT | {"top_logprobs": 2}, "top_logprobs needs logprobs=true", None),
     (CHATS, CHAT | {"max_completion_tokens": 10**30}, "", "max_tokens"),
     (CHATS, CHAT | {"tools": [{"type": "function"}]}, "'tools' is not supported", "tools"),
     (CHATS, CHAT | {"response_format": {"type": "json_object"}}, "is not supported", "response_format"),

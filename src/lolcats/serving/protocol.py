@@ -95,6 +95,13 @@ class OpenAIRequest(CommonParams):
             kept[name] = value
         return kept
 
+    @model_validator(mode="after")
+    def _goes_together(self) -> OpenAIRequest:
+        for name, needed in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
+            if getattr(self, name, None) and not getattr(self, needed):
+                raise ValueError(f"{name} needs {needed}=true")
+        return self
+
     @property
     def wanted_logprobs(self) -> int | None:
         """As `SamplingParams.logprobs`."""

@@ -96,6 +96,7 @@ def test_bad_prompts_and_lengths_are_refused_at_once(kit, make_engine):
     ]:
         with pytest.raises(ValueError, match=message):
             engine.submit(prompt)
+    assert len(engine.generate("abc", SamplingParams(max_new_tokens=1))) == 1
     for prompts, params, message in (
         ([[1], []], None, "no tokens"),
         ([[1]], [SamplingParams(), SamplingParams()], "2 params for 1 prompts"),

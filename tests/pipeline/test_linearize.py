@@ -322,7 +322,7 @@ def test_lolcats_plus_says_what_a_large_model_needs_before_anything_is_read(tmp_
     config = load_recipe("lolcats-plus") | {"model": {"path": str(tmp_path / "base")}}
     config["data"]["sources"] = [{"path": "absent.jsonl"}]
     with pytest.raises(UserError, match=r"keeps 76.2 MiB .* at least --exact-window 77MiB"):
-        linearize(LinearizeConfig.from_dict(config), tmp_path / "out", console=Console(quiet=True))
+        linearize(LinearizeConfig.from_dict(config), str(tmp_path / "out"), console=Console(quiet=True))
     assert not (tmp_path / "out").exists()
 
 

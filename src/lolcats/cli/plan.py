@@ -43,7 +43,9 @@ def plan(
     config = resolve_for_model(given, known=HUB_IDS.values(), **arguments)
     shape = count(config)
     typer.echo(f"{config.model.path}\n{shape.parameters / 1e9:.2f} billion parameters, recipe {config.recipe}")
-    sizes = [(k, *cache_sizes(shape.config, 1024 * k, bfloat16, shape.chosen)) for k in (8, 32, 128)]
+    positions = shape.config.get_text_config().max_position_embeddings
+    lengths = [8, *(k for k in (32, 128) if 1024 * k <= positions)]
+    sizes = [(k, *cache_sizes(shape.config, 1024 * k, bfloat16, shape.chosen)) for k in lengths]
     cells = ", ".join(f"{k}k tokens {own / 2**20:.0f} / {softmax / 2**20:.0f}" for k, own, softmax in sizes)
     typer.echo(f"MiB of a sequence's cache / of softmax attention's: {cells}")
     epoch = (config.data.max_train_tokens or EPOCH_TOKENS) / 1e6

@@ -161,6 +161,7 @@ class Engine:
         Raises:
             ValueError: as `submit`, for any of them; the others are cancelled then.
         """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts: expected one for all, or one for each")

@@ -192,7 +192,7 @@ def write_rows(
         texts = [row["text"].strip() for row in samples]
         rows = [{"text": text} for text in texts if _is_good(text, SHORTEST_TEXT)]
     if not rows:
-        raise UserError("the model wrote no usable training data; give data of your own (--data)")
+        raise UserError("the model wrote no usable training data: give other prompts, or data with answers (--data)")
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return {"rows": len(rows), "left_out": count - len(rows), "tokens": sum(row["tokens"] for row in samples)}
 

@@ -114,10 +114,13 @@ def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
     (tmp_path / "empty").mkdir()
     write_rows("mixed/a.jsonl", ROWS)
     (tmp_path / "mixed/a.txt").write_text("x")
+    write_rows("columns/a.jsonl", [{"text": "x"}])
+    write_rows("columns/b.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
     for name, complaint in (
         ("a.xlsx", r"cannot tell the format of .*a\.xlsx"),
         ("empty", r"data file not found: .* a folder without"),
         ("mixed", "mixes json and text files"),
+        ("columns", "its files differ in their columns"),
     ):
         with pytest.raises(UserError, match=complaint):
             open_source(DataSource(path=str(tmp_path / name)))

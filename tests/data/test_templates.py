@@ -117,7 +117,7 @@ def test_chat_templates_that_do_not_do(new_tokenizer) -> None:
     ("messages", "complaint"),
     [
         ([{"speaker": "human", "value": "x"}], "expected messages with role and content, or from and value"),
-        ([{"role": "user", "content": 7}], "expected text as the content of a user message, got int"),
+        ([{"role": "user", "content": 7}], "expected text as the content of a message of role 'user', got int"),
         ([USER, {"role": "narrator", "content": "x"}], "unknown role 'narrator': expected"),
         (["hello", "hi"], "expected messages with role and content"),
     ],

@@ -85,7 +85,7 @@ Sources = Annotated[
         "--data",
         metavar="PATH[,KEY=VALUE]...",
         help="Hub id, local json(l), csv, tsv, parquet or txt (.gz), `demo`, or `self`: what the model writes;"
-        " repeatable. Keys: weight, split, name, format, answers, text_column, max_rows, loss_on.",
+        " repeatable. Keys: weight, split, name, format, answers, text_column, max_rows, loss_on, seed.",
     ),
 ]
 Model = Annotated[str | None, typer.Argument(help="Hub id or folder; optional if the recipe names one.")]

@@ -134,7 +134,7 @@ def detect_format(source: DataSource, columns: list[str]) -> str:
         raise UserError(
             f"{source.path}: {expected}; it has {shown}: rename them to 'instruction' and 'output', 'prompt' and"
             f" 'completion', 'messages' or 'text', or name the column of plain documents: --data"
-            f" {source.path},text_column=NAME"
+            f" {source.path},text_column=NAME; of prompts alone {source.path},answers=teacher"
         )
     return chosen
 
@@ -211,6 +211,8 @@ def _explained(source: DataSource) -> Iterator[None]:
         why = f"{type(first).__name__}: {' '.join(str(first).split())[:500]}"
         if isinstance(first, StopIteration):
             why = "it holds no rows"
+        elif "Couldn't cast" in why:
+            why = "its files differ in their columns: give each as a source of its own"
         if source.path == "demo" or _is_local(source.path):
             message = f"cannot read {source.path}: {why} (rows are unpacked in {cache_directory()}, or LOLCATS_CACHE)"
         else:

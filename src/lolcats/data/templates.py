@@ -299,7 +299,7 @@ def _message(message: Any, template: str) -> dict[str, Any]:
             raise SkippedRow(f"a message of the role {role!r} without content")
         content = None if calls and "is none" in template else ""
     if not isinstance(content, str | None):
-        raise UserError(f"expected text as the content of a {role} message, got {type(content).__name__}")
+        raise UserError(f"expected text as the content of a message of role {role!r}, got {type(content).__name__}")
     for call in calls or ():
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):

@@ -20,4 +20,4 @@ def test_the_pages_are_what_was_measured_and_have_their_pictures(tmp_path, monke
     results.main()
     assert {name: (tmp_path / name).read_text() for name in before} == before
     pictures = {file.name for file in (tmp_path / "images").iterdir()}
-    assert pictures == {f"results_{name}.png" for name in ("ability", "passkeys", "recall", "inside", "esl")}
+    assert pictures == {f"results_{name}.png" for name in ("ability", "passkeys", "inside", "esl")}

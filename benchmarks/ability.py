@@ -22,9 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request, urlopen
 
 import torch
-from transformers import QuantizedCache
+from transformers import AutoTokenizer, QuantizedCache
 
 from lolcats.conversion import keep_softmax
 from lolcats.evaluation.distances import other_code, topics
@@ -113,6 +114,23 @@ class Answers:
     def shutdown(self) -> None:
         if self.bits is None:
             self.engine.shutdown()
+
+
+class Served(Answers):
+    """Greedy answers of a server with OpenAI's completions, `lolcats serve` or vLLM's; without log-probabilities."""
+
+    def __init__(self, url: str, tokenizer: Any, clients: int) -> None:
+        self.url, self.tokenizer, self.clients = url, tokenizer, clients
+
+    def __call__(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
+        def answer(prompt: list[int]) -> Any:
+            body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0, **params}
+            request = Request(f"{self.url}/v1/completions", json.dumps(body).encode())
+            request.add_header("Content-Type", "application/json")
+            return SimpleNamespace(**json.load(urlopen(request))["choices"][0])
+
+        with ThreadPoolExecutor(self.clients) as pool:
+            return list(pool.map(answer, prompts))
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
@@ -244,6 +262,10 @@ def text_perplexity(model: Any, tokenizer: Any, folder: Path, length: int, token
 
 
 def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
+    if options.server:  # of the model at `path`
+        served = Served(options.server, AutoTokenizer.from_pretrained(path), options.slots)
+        programs = humaneval(served, options.data, 0, options.programs)
+        return {"model": path, "humaneval": programs, "gsm8k": gsm8k(served, options.data, 0, options.questions)}
     model, tokenizer = load_model(path)
     bits: int | None = options.cache_bits
     wrapped: Any = model if bits or isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
@@ -299,6 +321,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True, help="results, written after each model")
     parser.add_argument("--only", default="", help="measures whose names begin as this regular expression says")
+    parser.add_argument("--server", help="address of a running server of the model: HumanEval and GSM8K by it")
     parser.add_argument("--cache-bits", type=int, help="4, 8: of a softmax model's keys and values (hqq)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--before", type=int, nargs="*", default=[1024, 4096])

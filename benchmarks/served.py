@@ -160,11 +160,13 @@ def main() -> None:
                     measure(models[0], (8, 0, 2048, 16, 16))  # compiles kernels
                     for row in ROWS if given.text is None else [row for row in ROWS if not row[1]]:
                         named, before = dict(zip(NAMES, row, strict=True)), len((folder / "log").read_text())
-                        found = entry | named | {"ready_s": ready_s} | measure(models[0], row, given.text)
-                        found["growth"] = growth((folder / "log").read_text()[before:], row)
-                        report["rows"].append(found)
+                        report["rows"].append(found := entry | named | {"ready_s": ready_s})
+                        try:
+                            found |= measure(models[0], row, given.text)
+                        finally:  # of an interrupted row, too
+                            found["growth"] = growth((folder / "log").read_text()[before:], row)
+                            given.json.write_text(json.dumps(report, indent=1))
                         print(*found.values(), flush=True)
-                        given.json.write_text(json.dumps(report, indent=1))
             except Exception as error:  # the other models are still worth something
                 report["rows"].append(entry | {"error": describe(error)})
                 given.json.write_text(json.dumps(report, indent=1))

@@ -48,11 +48,11 @@ GATE_TEXTS = 32  # for the validation of gates
 
 def linearize(
     config: LinearizeConfig,
-    output: Path,
+    output: Path | str,
     *,
     resume: bool = False,
     overwrite: bool = False,
-    transfer_from: Path | None = None,
+    transfer_from: Path | str | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Linearize a model as `config` says and write it to `output`.
@@ -72,8 +72,9 @@ def linearize(
     Raises:
         UserError: whatever the user can fix. What is refused at the start leaves `output` as it was.
     """
-    options: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "transfer_from": transfer_from}
-    with open_run(config, output, console, **options) as run:
+    options: dict[str, Any] = {"resume": resume, "overwrite": overwrite}
+    options["transfer_from"] = None if transfer_from is None else Path(transfer_from)
+    with open_run(config, Path(output), console, **options) as run:
         load(run)
         prepare_data(run)
         run.begin()

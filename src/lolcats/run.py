@@ -75,7 +75,6 @@ class Run:
     def __post_init__(self) -> None:
         config = self.config
         self.resume = self.resume or self.transfer_from is not None
-        self.output = Path(self.output)
         self.folder, self.lock, self.begun = self.output / "run", FolderLock(self.output), False
         self.sharded = shards_weights(config, self.group)
         self.in_blocks = config.transfer.block_mode != "joint"

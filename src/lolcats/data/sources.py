@@ -211,7 +211,7 @@ def _explained(source: DataSource) -> Iterator[None]:
         why = f"{type(first).__name__}: {' '.join(str(first).split())[:500]}"
         if isinstance(first, StopIteration):
             why = "it holds no rows"
-        elif "Couldn't cast" in why:
+        elif isinstance(first, datasets.table.CastError):
             why = "its files differ in their columns: give each as a source of its own"
         if source.path == "demo" or _is_local(source.path):
             message = f"cannot read {source.path}: {why} (rows are unpacked in {cache_directory()}, or LOLCATS_CACHE)"

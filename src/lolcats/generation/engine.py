@@ -156,7 +156,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
-        """Results of all prompts, in their order.
+        """Results of all prompts, in their order; a text is one prompt.
 
         Raises:
             ValueError: as `submit`, for any of them; the others are cancelled then.

@@ -39,7 +39,7 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
         own = {"config": case.config, "params": case.params}
         kernels = {"step": partial(triton_step, **own), "prefill": partial(prefill, **own)}
         heads = 2 * torch.arange(kv_heads, device=DEVICE)
-        work = [(0, 0, 1, -1, 0), *sorted(work, key=lambda item: item[2] > 1)]
+        work = [(0, 0, 1, 0, 0), *sorted(work, key=lambda item: item[2] > 1)]
         steps = sum(item[2] == 1 for item in work)
     parts = [
         torch.cat([x[row, :, seen : seen + tokens].transpose(0, 1) for row, seen, tokens, *_ in work])
@@ -67,7 +67,7 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
         assert (others == 0).all(), "wrote other heads"
     bounds = pairwise([0, *accumulate(item[2] for item in work)])
     outputs = {item: y[start:end].transpose(0, 1) for item, (start, end) in zip(work, bounds, strict=True)}
-    return [outputs[item] for item in work if item[3] >= 0]
+    return [outputs[item] for item in work if item[3]]
 
 
 KERNEL = (

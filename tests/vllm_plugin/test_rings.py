@@ -50,7 +50,7 @@ def run_schedule(ring: Ring, size: int, steps: bool, tensors: list, seed: int) -
         position = torch.tensor([seen[row] for row in rows], device=DEVICE)
         past = [seen[row] * (count[row] > 1 or not steps) for row in rows]
         if steps and singles == len(rows):
-            page = torch.cat([page, page.new_tensor([-1])])
+            page = torch.cat([page, page.new_tensor([NO_PAGE])])
             position, singles, begin = torch.cat([position, position.new_zeros(1)]), singles + 1, [*begin, begin[-1]]
             past.append(0)
         begin_B = torch.tensor(begin, device=DEVICE)

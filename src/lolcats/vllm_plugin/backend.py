@@ -36,10 +36,11 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in the base class
         super().__init__(*args, **kwargs)
         self.steps_in_pages = steps_in_pages(self.vllm_config)
-        largest = self.vllm_config.scheduler_config.max_num_batched_tokens  # no fewer than sequences, cut or not
+        largest = self.vllm_config.scheduler_config.max_num_batched_tokens  # no fewer than sequences
         self.inner_states = MambaPrefillCheckpointBuilder(self.vllm_config, self.kv_cache_spec)
-        self.page_2B = torch.full((2, largest), -1, dtype=torch.int32, device=self.device)
-        self.position_B = torch.zeros(largest, dtype=torch.int64, device=self.device)
+        self.page_B1 = torch.zeros(largest, 1, dtype=torch.int32, device=self.device)
+        if self.device.type == "cuda":  # here the second model runner puts the pages, of all groups by one kernel
+            self.mamba_aligned_state_indices: Tensor | None = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -53,33 +54,36 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[Any]):
         want the state inside a prompt's last pass, in a page of its own: there the sequence is cut in two.
         """
         common, spec, mode = common_attn_metadata, self.kv_cache_spec, self.vllm_config.cache_config.mamba_cache_mode
-        begin, begin_B = common.query_start_loc_cpu.tolist(), common.query_start_loc
-        position_B, ends = common.seq_lens - begin_B.diff(), common.seq_lens_cpu_upper_bound.tolist()
-        # Sequences without tokens fill a CUDA graph up; they are last, and have no pages.
+        begin, begin_B, position_B = common.query_start_loc_cpu.tolist(), common.query_start_loc, common.positions
+        # Sequences without tokens fill a CUDA graph up; they are last, and the page of each is 0.
         real, inner, shared = begin.index(begin[-1]), None, dict[Any, Any]()
-        begin, position_B = begin[: real + 1], position_B[:real]
+        begin = begin[: real + 1]
         steps = bisect_right(range(1, real + 1), 0, key=lambda row: begin[row] - row) if self.steps_in_pages else 0
-        # The bound is exact without speculative decoding, which the model refuses. Nobody reads it of steps.
-        seen = [0] * steps + [ends[row] - begin[row + 1] + begin[row] for row in range(steps, real)]
-        if steps < real and (inner := self.inner_states.build(common, list(range(steps, real)))):
-            pieces = [(row, 0, row) for row in range(steps)]  # row, first token, place among all pages
-            for row, cut in enumerate(inner.offsets or (), steps):
-                pieces += [(row, 0, row + real - steps)] * (cut > 0) + [(row, cut, row)]
-            begin = [*(begin[row] + first for row, first, _ in pieces), begin[real]]
-            seen = [seen[row] + first for row, first, _ in pieces]
-            row_B, first_B, written_B = async_tensor_h2d([*zip(*pieces, strict=True)], self.device).unbind()
-            begin_B = torch.cat([begin_B[row_B] + first_B, begin_B[real : real + 1]])
-            position_B, place_2B = position_B[row_B] + first_B, torch.stack([row_B, written_B])
+        seen = [0] * steps  # nobody reads it of steps; their positions are those of the tokens, in vLLM's own tensor
+        if steps < real:
+            # The bound is exact without speculative decoding, which the model refuses.
+            ends, begin_B = common.seq_lens_cpu_upper_bound.tolist(), begin_B[: real + 1]
+            seen += [ends[row] - begin[row + 1] + begin[row] for row in range(steps, real)]
+            if inner := self.inner_states.build(common, list(range(steps, real))):
+                pieces = [(row, 0, row) for row in range(steps)]  # row, first token, place among all pages
+                for row, cut in enumerate(inner.offsets or (), steps):
+                    pieces += [(row, 0, row + real - steps)] * (cut > 0) + [(row, cut, row)]
+                begin = [*(begin[row] + first for row, first, _ in pieces), begin[real]]
+                seen = [seen[row] + first for row, first, _ in pieces]
+                row_B, first_B, written_B = async_tensor_h2d([*zip(*pieces, strict=True)], self.device).unbind()
+                begin_B = torch.cat([begin_B[row_B] + first_B, begin_B[-1:]])
+            position_B = position_B[begin_B[:-1]]
 
         def batch_of(builder: HybridMetadataBuilder, table: Tensor) -> PagedBatch:
-            """With a group's pages, in its builder's tensors. Tables have rows for sequences without tokens, too."""
-            pages, count = mamba_get_block_table_tensor(table, common.seq_lens, spec, mode)[:real, 0], len(seen)
-            if inner is not None:
-                pages = torch.cat([pages, inner.regather_state_indices(table).state_indices])[place_2B]
-            builder.page_2B[:, :count], builder.position_B[:count] = pages, position_B
-            if count < len(table):
-                builder.page_2B[:, count : len(table)] = -1
-            return PagedBatch(begin, seen, builder.page_2B, builder.position_B, begin_B, steps, shared)
+            """With a group's pages, in memory that stays the same: of sequences without tokens, too."""
+            if (page_B1 := getattr(builder, "mamba_aligned_state_indices", None)) is None:
+                page_B1 = builder.page_B1[: len(table)]
+                page_B1.copy_(mamba_get_block_table_tensor(table, common.seq_lens, spec, mode)[:, :1])
+            pages = page_B1[:, 0]
+            if inner is None:
+                return PagedBatch(begin, seen, (pages, pages), position_B, begin_B, steps, shared)
+            pages = torch.cat([pages[:real], inner.regather_state_indices(table).state_indices])
+            return PagedBatch(begin, seen, (pages[row_B], pages[written_B]), position_B, begin_B, steps, shared)
 
         batch: Any = batch_of(self, common.block_table_tensor)
         batch.of = batch_of

@@ -58,14 +58,14 @@ class RingPages:
 
     Args:
         memory_NPC: [places, heads * pages of each, bytes] uint8.
-        page_B: the place of each sequence, negative where it has none.
+        page_B: the place of each sequence, `NO_PAGE` where it has none.
     """
 
     def __init__(self, ring: Ring, memory_NPC: Tensor, page_B: Tensor) -> None:
         self.slots = memory_NPC.shape[2] // ring.slot_bytes  # of a page
         parts = memory_NPC[:, :, : self.slots * ring.slot_bytes].view(ring.dtype)
         self.parts = parts.unflatten(2, (2, self.slots, -1)).unflatten(1, (-1, ring.pages(memory_NPC.shape[2])))
-        self.page_B = page_B.clamp_min(NO_PAGE).long()
+        self.page_B = page_B.long()
 
     def read(self, rows: slice, slots: int) -> list[Tensor]:
         """Copies of keys and values [B, G, slots, C] in the first slots."""

@@ -29,20 +29,11 @@ class StateManager(MambaManager):
         due = self.num_speculative_blocks or request_id in self._partial_hit_reqs or request_id in self._checkpoints
         return not due and 0 <= len(self.req_to_blocks[request_id]) * self.block_size - tokens < self.block_size
 
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Any,
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        **rest: Any,
-    ) -> int:
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *given: Any, **rest: Any) -> int:
+        new_computed_blocks, total_computed_tokens, _, num_tokens_main_model = given
         one_more = num_tokens_main_model == total_computed_tokens + 1 and not new_computed_blocks
         if one_more and self._in_last_page(request_id, num_tokens_main_model):
             return 0
-        given = new_computed_blocks, total_computed_tokens, num_local_computed_tokens, num_tokens_main_model
         return super().get_num_blocks_to_allocate(request_id, num_tokens, *given, **rest)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:

@@ -66,8 +66,8 @@ class PagedBatch:
     Args:
         begin: first token of each sequence in the batch, and the number of tokens at the end; B + 1 numbers.
         seen: B numbers, tokens that each sequence had before the batch.
-        page_2B: pages where each sequence's state is read and written, int32, on the device. They differ where the next
-            sequence is the rest of this one, cut so that the state between is kept: only for `prefill`.
+        page_2B: pages where each sequence's state is read and written, two int32 tensors on the device. They differ
+            where the next sequence is the rest of this one, cut so that the state between is kept: only for `prefill`.
         position_B: `seen` on the device, int64.
         begin_B: `begin` on the device.
         steps: how many of the first sequences have one token each, which goes into their pages without a copy of the
@@ -82,7 +82,7 @@ class PagedBatch:
         self,
         begin: Sequence[int],
         seen: Sequence[int],
-        page_2B: Tensor,
+        page_2B: Sequence[Tensor] | Tensor,
         position_B: Tensor,
         begin_B: Tensor,
         steps: int,
@@ -96,7 +96,7 @@ class PagedBatch:
         self.rest: Sequences | None = None  # those behind `steps`
         if steps < len(seen):
             rows, cu_seqlens = slice(steps, len(seen)), begin_B[steps : len(begin)] - begin[steps]
-            page_2N = tuple(x.long() for x in page_2B[:, rows])  # each in memory of its own, and so equally aligned
+            page_2N = tuple(x[rows].long() for x in page_2B)  # each in memory of its own, and so equally aligned
             pieces = zip(seen[steps:], seen[steps + 1 :], pairwise(begin[steps:]), strict=False)
             # Where the next piece goes on from a sequence, it may be the rest of this one.
             keeps_old = any(n > 0 and n + end - start == after for n, after, (start, end) in pieces)

@@ -141,7 +141,7 @@ class Tokens(NamedTuple):
 class PagedStep(NamedTuple):
     """Where one token of each of B sequences finds its state and writes its output; `heads_G` as in `Tokens`."""
 
-    page_B: Tensor  # int32; sequences with a negative one do not exist
+    page_B: Tensor  # int32; sequences with page 0 do not exist
     y_BH1D: Tensor  # is anything for sequences that do not exist
     heads_G: Tensor | None
 

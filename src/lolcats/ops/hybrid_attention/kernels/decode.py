@@ -105,7 +105,7 @@ class Strides(NamedTuple):
 class Places(NamedTuple):
     """Where the states lie, and whose they are.
 
-    page: int32 [B], each sequence's place among the states, negative if it does not exist; None: its own number.
+    page: int32 [B], each sequence's place among the states, 0 if it does not exist; None: its own number.
     heads: int64, the key/value head of q, k, v and y that each state head belongs to; None: 0, 1, ...
     """
 
@@ -233,7 +233,7 @@ def _place(b, places):
     """Whether a sequence takes part, and where its state lies."""
     if places.page is not None:
         place = tl.load(places.page + b).to(tl.int64)
-        return place >= 0, place
+        return place > 0, place
     return tl.load(places.state.position + b) >= 0, b
 
 

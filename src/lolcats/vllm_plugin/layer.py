@@ -203,15 +203,15 @@ class PagedHybridAttention(nn.Module):
         return StatePages(self.parts, states), memory_NPC[:, self.state_pages :]
 
     def _try_prompts(self, prompt: Tokens) -> None:
-        """Prompts and the rest of one, in a page of scratch: kernels are compiled before the first request comes."""
+        """Prompts, and the rest of one in two pieces, in a page of scratch: kernels are compiled before any comes."""
         nbytes = -(-self.pages[0].size // 4096) * 4096  # as aligned as vLLM's
         heads = len(self.linear_attention.heads.linear)
         pages = StatePages(self.parts, prompt.q_NHD.new_zeros((heads, 1, nbytes), dtype=torch.uint8).transpose(0, 1))
-        page_2B = torch.zeros(2, 1, dtype=torch.int32, device=prompt.q_NHD.device)
+        page_2B = torch.zeros(2, 2, dtype=torch.int32, device=prompt.q_NHD.device)
         most, few = len(prompt.q_NHD), min(len(prompt.q_NHD), 16)
-        for tokens, seen in ((most, 0), (few, 0), (few, 2048)):
-            begin_B, position_B = page_2B.new_tensor([0, tokens]), page_2B.new_tensor([seen], dtype=torch.int64)
-            batch = PagedBatch([0, tokens], [seen], page_2B, position_B, begin_B, steps=0)
+        for begin, seen in (([0, most], [0]), ([0, few], [0]), ([0, 1, few], [2048, 2049])):
+            begin_B, position_B = page_2B.new_tensor(begin), page_2B.new_tensor(seen, dtype=torch.int64)
+            batch = PagedBatch(begin, seen, page_2B[:, : len(seen)], position_B, begin_B, steps=0)
             paged_attention(prompt, pages, batch, **self._kernels())
 
     @torch.no_grad()

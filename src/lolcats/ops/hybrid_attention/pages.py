@@ -66,7 +66,7 @@ class PagedBatch:
     Args:
         begin: first token of each sequence in the batch, and the number of tokens at the end; B + 1 numbers.
         seen: B numbers, tokens that each sequence had before the batch.
-        page_2B: pages where each sequence's state is read and written, two int32 tensors on the device. They differ
+        page_2B: pages where each sequence's state is read and written, two int32 tensors of B or more. They differ
             where the next sequence is the rest of this one, cut so that the state between is kept: only for `prefill`.
         position_B: `seen` on the device, int64.
         begin_B: `begin` on the device.
@@ -82,7 +82,7 @@ class PagedBatch:
         self,
         begin: Sequence[int],
         seen: Sequence[int],
-        page_2B: Sequence[Tensor] | Tensor,
+        page_2B: Sequence[Tensor],
         position_B: Tensor,
         begin_B: Tensor,
         steps: int,

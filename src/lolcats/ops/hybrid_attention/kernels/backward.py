@@ -350,7 +350,7 @@ def query_gradients(
         x.sinks_there,
         shape=x.shape,
         num_warps=4,
-        **({"num_stages": 1} if x.wide else {"num_stages": 2, "maxnreg": 168}),
+        **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 168}),
     )
     return grads
 
@@ -573,7 +573,7 @@ def key_gradients(
             KEYS=keys,
             shape=x.shape,
             num_warps=4,
-            num_stages=1 if x.wide else 2,
+            **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 168}),
         )
     return dk, dv, dx
 

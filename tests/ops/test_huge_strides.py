@@ -6,7 +6,7 @@ from kit import DEVICE, GPU, borders, make_case, tokens_before
 from test_softmax_step import Slots
 
 from lolcats.ops import hybrid_attention
-from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
+from lolcats.ops.hybrid_attention.kernels.store_tokens import store_tokens
 
 APART = 1 << 30
 HEADS = 3  # of the last one, the offset does not fit in int32
@@ -79,7 +79,7 @@ def test_storing_tokens(apart):
     k, v = (torch.randn(2, HEADS, 1, 8, device=DEVICE) for _ in range(2))
     caches = [torch.zeros(4, HEADS, 5, 8, device=DEVICE) for _ in range(4)]
     slot, place = torch.tensor([3, 1], device=DEVICE), torch.tensor([2, 4], device=DEVICE)
-    store_tokens(k, v, *caches[:2], Moves(None, slot, place))
+    store_tokens(k, v, *caches[:2], slot, place)
     far = [apart(x) for x in caches[2:]]
-    store_tokens(apart(k), apart(v), *far, Moves(None, slot, place))
+    store_tokens(apart(k), apart(v), *far, slot, place)
     torch.testing.assert_close(far, caches[:2], rtol=0, atol=0)

@@ -34,10 +34,10 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
     steps, kernels, heads, kv_heads = 0, {}, None, case.k.shape[1]
     if backend == "triton":
         from lolcats.ops.hybrid_attention.kernels.decode import triton_step
-        from lolcats.ops.hybrid_attention.kernels.op import prefill
+        from lolcats.ops.hybrid_attention.kernels.op import Prompts
 
         own = {"config": case.config, "params": case.params}
-        kernels = {"step": partial(triton_step, **own), "prefill": partial(prefill, **own)}
+        kernels = {"step": partial(triton_step, **own), "prefill": partial(Prompts, **own)}
         heads = 2 * torch.arange(kv_heads, device=DEVICE)
         work = [(0, 0, 1, 0, 0), *sorted(work, key=lambda item: item[2] > 1)]
         steps = sum(item[2] == 1 for item in work)
@@ -56,7 +56,8 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
     begin, past = [0, *accumulate(run[0] for run in runs)], [run[1] for run in runs]
     page_2B = torch.tensor([run[2:] for run in runs], device=DEVICE).int().T.contiguous()
     position_B, begin_B = torch.tensor(past, device=DEVICE), torch.tensor(begin, device=DEVICE)
-    batch = PagedBatch(begin, past, page_2B, position_B, begin_B, steps=steps)
+    cuts = [number for number, run in enumerate(runs) if run[2] != run[3]]
+    batch = PagedBatch(begin, past, page_2B, position_B, begin_B, steps=steps, cut=cuts)
     attend = partial(hybrid_attention, config=case.config, params=case.params, backend="chunked")
     y = torch.zeros_like(parts[0])
     paged_attention(Tokens(*parts, y, heads), pages, batch, attend=attend, **kernels)

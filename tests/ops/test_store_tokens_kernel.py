@@ -5,7 +5,7 @@ import torch
 
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack
 from lolcats.ops.hybrid_attention.api import supports_store_tokens
-from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
+from lolcats.ops.hybrid_attention.kernels.store_tokens import store_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS, HEADS, PLACES = 5, 2, 7
@@ -23,7 +23,7 @@ def stored(head_dim, dtype, packed):
     slot = torch.tensor([4, 0, 2], device=DEVICE)
     place = torch.randint(PLACES, (3,), device=DEVICE)
     assert supports_store_tokens(k, v, *caches[0]) is None
-    store_tokens(k, v, *caches[0], Moves(None, slot, place))
+    store_tokens(k, v, *caches[0], slot, place)
     for cache, new in zip(caches[1], (k, v), strict=True):
         cache[slot, :, place] = (pack(new) if packed else new).squeeze(2)
     return caches

@@ -342,9 +342,9 @@ class ExactCacheLayer(AttentionCacheLayer):
         k_BG1D, v_BG1D = new
         takes = partial(supports_store_tokens, k_BG1D, v_BG1D, self.keys, self.values)
         if not is_packed(k_BG1D) and has_kernel("auto", k_BG1D, takes):
-            from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens  # imports Triton
+            from lolcats.ops.hybrid_attention.kernels.store_tokens import store_tokens  # imports Triton
 
-            store_tokens(k_BG1D, v_BG1D, self.keys, self.values, Moves(None, row_B, place_B))
+            store_tokens(k_BG1D, v_BG1D, self.keys, self.values, row_B, place_B)
             return
         for x, new_BG1D in zip((self.keys, self.values), new, strict=True):
             new_BG1D = pack(new_BG1D) if is_packed(x) and not is_packed(new_BG1D) else new_BG1D.to(x.dtype)

@@ -56,7 +56,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[Any]):
         common, spec, mode = common_attn_metadata, self.kv_cache_spec, self.vllm_config.cache_config.mamba_cache_mode
         begin, begin_B, position_B = common.query_start_loc_cpu.tolist(), common.query_start_loc, common.positions
         # Sequences without tokens fill a CUDA graph up; they are last, and the page of each is 0.
-        real, inner, shared = begin.index(begin[-1]), None, dict[Any, Any]()
+        real, inner, shared, cuts = begin.index(begin[-1]), None, dict[Any, Any](), list[int]()
         begin = begin[: real + 1]
         steps = bisect_right(range(1, real + 1), 0, key=lambda row: begin[row] - row) if self.steps_in_pages else 0
         seen = [0] * steps  # nobody reads it of steps; their positions are those of the tokens, in vLLM's own tensor
@@ -70,6 +70,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[Any]):
                     pieces += [(row, 0, row + real - steps)] * (cut > 0) + [(row, cut, row)]
                 begin = [*(begin[row] + first for row, first, _ in pieces), begin[real]]
                 seen = [seen[row] + first for row, first, _ in pieces]
+                cuts = [number for number, (_, _, place) in enumerate(pieces) if place >= real]
                 row_B, first_B, written_B = async_tensor_h2d([*zip(*pieces, strict=True)], self.device).unbind()
                 begin_B = torch.cat([begin_B[row_B] + first_B, begin_B[-1:]])
             position_B = position_B[begin_B[:-1]]
@@ -83,7 +84,7 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[Any]):
             if inner is None:
                 return PagedBatch(begin, seen, (pages, pages), position_B, begin_B, steps, shared)
             pages = torch.cat([pages[:real], inner.regather_state_indices(table).state_indices])
-            return PagedBatch(begin, seen, (pages[row_B], pages[written_B]), position_B, begin_B, steps, shared)
+            return PagedBatch(begin, seen, (pages[row_B], pages[written_B]), position_B, begin_B, steps, shared, cuts)
 
         batch: Any = batch_of(self, common.block_table_tensor)
         batch.of = batch_of

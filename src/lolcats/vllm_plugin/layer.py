@@ -157,7 +157,7 @@ class PagedHybridAttention(nn.Module):
     def attend(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Write outputs for the tokens of the current pass: of linear and bounded heads, of other exact ones."""
         metadata = get_forward_context().attn_metadata
-        q, k, v, y = (x.unflatten(-1, (-1, self.head_dim)) for x in (*inputs[:3], outputs[0]))
+        q, k, v, y = (x.view(len(x), x.shape[1] // self.head_dim, self.head_dim) for x in (*inputs[:3], outputs[0]))
         if metadata is None:  # vLLM measures memory, or captures what lies between these layers
             if self.linear_attention is not None and self.kernels is None:
                 self._try_prompts(Tokens(q, k, v, y, self.heads))
@@ -224,9 +224,13 @@ class PagedHybridAttention(nn.Module):
             self.kernels = {"attend": partial(hybrid_attention, **own)}
             if self.steps_in_pages:
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
-                from lolcats.ops.hybrid_attention.kernels.op import prefill
+                from lolcats.ops.hybrid_attention.kernels.op import Prompts
+                from lolcats.ops.hybrid_attention.kernels.operands import Launches
 
-                self.kernels |= {"step": partial(triton_step, **own), "prefill": partial(prefill, **own)}
+                self.kernels |= {
+                    "step": partial(triton_step, **own, launches=Launches()),
+                    "prefill": partial(Prompts, **own),
+                }
         return self.kernels
 
 

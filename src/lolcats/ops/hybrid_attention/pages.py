@@ -13,7 +13,7 @@ a sequence's first token is never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,11 +37,13 @@ class StatePages:
 
     Attributes:
         views: of each part [places, heads, ...].
+        prompts: what `paged_attention` keeps for the next call.
     """
 
     def __init__(self, parts: dict[str, Tensor], pages_NGC: Tensor) -> None:
         self.memory, begin = pages_NGC, 0
         self.views: dict[str, Tensor] = {}
+        self.prompts: Callable[..., Any] | None = None
         for name, part in parts.items():
             end = begin + part.nbytes
             self.views[name] = pages_NGC[:, :, begin:end].view(part.dtype).unflatten(2, part.shape)
@@ -67,11 +69,12 @@ class PagedBatch:
         begin: first token of each sequence in the batch, and the number of tokens at the end; B + 1 numbers.
         seen: B numbers, tokens that each sequence had before the batch.
         page_2B: pages where each sequence's state is read and written, two int32 tensors of B or more. They differ
-            where the next sequence is the rest of this one, cut so that the state between is kept: only for `prefill`.
+            only where sequences are cut so that a state between is kept: only for `prefill`.
         position_B: `seen` on the device, int64.
         begin_B: `begin` on the device.
         steps: how many of the first sequences have one token each, which goes into their pages without a copy of the
             states. What `begin` and `seen` say of these is not used.
+        cut: numbers of the sequences whose rest the next one is.
 
     Attributes:
         singles: how many of the first sequences have one token each, `steps` if there are any.
@@ -87,6 +90,7 @@ class PagedBatch:
         begin_B: Tensor,
         steps: int,
         shared: dict[Hashable, Any] | None = None,
+        cut: Iterable[int] = (),
     ) -> None:
         self.page_B, self.position_B, self.steps = page_2B[1], position_B, steps
         self.begin, self.seen = begin, seen
@@ -97,10 +101,8 @@ class PagedBatch:
         if steps < len(seen):
             rows, cu_seqlens = slice(steps, len(seen)), begin_B[steps : len(begin)] - begin[steps]
             page_2N = tuple(x[rows].long() for x in page_2B)  # each in memory of its own, and so equally aligned
-            pieces = zip(seen[steps:], seen[steps + 1 :], pairwise(begin[steps:]), strict=False)
-            # Where the next piece goes on from a sequence, it may be the rest of this one.
-            keeps_old = any(n > 0 and n + end - start == after for n, after, (start, end) in pieces)
-            self.rest = Sequences(page_2N, position_B[rows], cu_seqlens, tuple(seen[rows]), keeps_old)
+            borders, own = tuple(place - begin[steps] for place in begin[steps:]), tuple(row - steps for row in cut)
+            self.rest = Sequences(page_2N, position_B[rows], cu_seqlens, tuple(seen[rows]), borders, own)
 
 
 def paged_attention(
@@ -119,7 +121,7 @@ def paged_attention(
         pages: states of the tokens' heads; those of the batch are written.
         attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens and return_state.
         step: `kernels.decode.triton_step` as a function of all but config and params; takes the batch's `steps`.
-        prefill: `kernels.op.prefill` as a function of all but config and params; takes all others.
+        prefill: `kernels.op.Prompts` as a function of all but config and params; takes all others.
     """
     if batch.steps:
         assert step is not None
@@ -130,7 +132,9 @@ def paged_attention(
         return
     own = tokens.part(slice(batch.begin[batch.steps], batch.begin[-1]))
     if prefill is not None:
-        prefill(own, sequences=rest, parts=pages.views, shared=batch.shared)
+        if pages.prompts is None:
+            pages.prompts = prefill(pages.views, own.k_NGD.dtype)
+        pages.prompts(own, rest, batch.shared)
         return
     before = pages.load(rest.page_2N[0], rest.position_N) if any(rest.seen or ()) else None
     q_1HTD, k_1GTD, v_1GTD = (own.select(x).transpose(0, 1)[None] for x in own[:3])

@@ -149,15 +149,16 @@ class PagedStep(NamedTuple):
 class Sequences(NamedTuple):
     """N sequences whose tokens are one row, and where their states are.
 
-    page_2N: a pair of int64 [N], the pages where each state is read and written. If these differ, the next sequence is
-        the rest of this one, cut so that the state between is kept, too. All pages that are written are different.
+    page_2N: a pair of int64 [N], the pages where each state is read and written. All that are written are different.
+    cut: places of sequences of which the next one is the rest: their states are kept in pages of their own, too.
     """
 
     page_2N: tuple[Tensor, ...]
     position_N: Tensor  # int64, tokens that each sequence has seen
     cu_seqlens: Tensor  # borders, [N + 1]
     seen: tuple[int, ...] | None  # the numbers in `position_N`, if the host knows them
-    keeps_old: bool = False  # whether a sequence that was cut has tokens from before
+    borders: tuple[int, ...] | None = None  # those in `cu_seqlens`
+    cut: tuple[int, ...] = ()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

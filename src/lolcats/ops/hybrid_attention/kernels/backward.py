@@ -28,7 +28,7 @@ logit owes in rows where it is the maximal score: there the error, left in, was 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -92,9 +92,9 @@ def backward(
     """
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
     queries = query_gradients(x, before, out, window, dy, need_inputs=need_inputs)
-    tile_dsink = window.tile_dsink
+    gamma, tile_dsink = x.window_factor.sigmoid(), window.tile_dsink
     if tile_dsink is not None and queries.tile_at_sink is not None:
-        tile_dsink = tile_dsink - x.gamma[:, None] * queries.tile_at_sink
+        tile_dsink = tile_dsink - gamma[:, None] * queries.tile_at_sink
     states = state_gradients(x, queries, dy) if x.shape.F else None
     dk = dv = None
     of_maps: tuple[Tensor | None, ...] = (None,) * 4
@@ -112,13 +112,13 @@ def backward(
                 grad[:, :, : x.sinks_there].add_(of_sinks)
             sinks = None, None
     return (
-        *(queries.dq, dk, dv, _of_heads(x.gamma, queries.tile_dgamma), *of_maps),
+        *(queries.dq, dk, dv, _of_heads(gamma, queries.tile_dgamma) * gamma * (1 - gamma), *of_maps),
         _of_heads(x.sink_logits, tile_dsink),
         *sinks,
     )
 
 
-def _of_heads(x_H: Tensor | None, tiles_BHN: Tensor | None) -> Tensor | None:
+def _of_heads(x_H: Tensor | None, tiles_BHN: Tensor | None) -> Any:
     """The gradient of what every head has one of, from all tiles'. Without a linear part nothing depends on gamma."""
     if x_H is None or tiles_BHN is None:
         return None if x_H is None else torch.zeros_like(x_H)
@@ -256,7 +256,8 @@ def window_gradient_kernel(
         beyond = tl.full([C], 1.0, tl.float32)  # what the length cap multiplies gamma by
         if CAP > 0:
             beyond = tl.maximum((first_position + row + 1).to(tl.float32) / CAP, 1.0)
-        factor = tl.load(x.gamma + tile.h).to(tl.float32) * beyond
+        gamma = tl.sigmoid(tl.load(x.window_factor + tile.h).to(tl.float32))
+        factor = gamma * beyond
         if x.sink_logits is not None:
             logit = tl.load(x.sink_logits + tile.h).to(tl.float32) * _LOG2_E
             share = tl.where(real, tl.exp2(logit - top), 0.0) * inverse

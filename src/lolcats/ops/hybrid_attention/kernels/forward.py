@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.operands import SIZES, Operands, Sums, cdiv, in_log2, rows
+from lolcats.ops.hybrid_attention.kernels.operands import SIZES, Operands, Rows, Sums, cdiv, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _LOG2_E,
     FLOOR,
@@ -89,7 +89,7 @@ class Outputs(NamedTuple):
 
 
 def forward(
-    x: Operands, *, save: bool = False, target: Tensor | None = None, y: Tensor | None = None
+    x: Operands, *, save: bool = False, target: Tensor | None = None, y: Rows | None = None
 ) -> tuple[Outputs, States | None]:
     """Outputs of all queries, in `y` if it is given, and the states, None without a linear part.
 
@@ -101,20 +101,23 @@ def forward(
         if x.shape.INNER:  # outputs need features of keys, [B, S, N, C, F] in the input type
             phi = x.q.new_empty((*states.z.shape[:3], x.shape.C, x.shape.F))
         columns = 64 if x.wide else 128
-        state_kernel[(states.z.shape[:3].numel() * cdiv(x.shape.D, columns),)](
-            x.inputs, states, phi, *x.counts, shape=x.shape, BD=columns, num_warps=4, num_stages=1
+        grid = (states.z.shape[:3].numel() * cdiv(x.shape.D, columns),)
+        x.launch(
+            state_kernel, grid, x.inputs, states, phi, *x.counts, shape=x.shape, BD=columns, num_warps=4, num_stages=1
         )
         scan_chunks(x, states, x.sums, reverse=False)
-    out = Outputs(torch.empty_like(x.q) if y is None else y)
+    out = Outputs(torch.empty_like(x.q) if y is None else y.x)
     if save:
         out = Outputs(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
     if target is not None:
         out = out._replace(delta=x.empty_rows(), square=x.empty_rows())
-    output_kernel[x.tiles](
+    x.launch(
+        output_kernel,
+        x.tiles,
         x.inputs,
         states,
         phi,
-        rows(out.y),
+        y or rows(out.y),
         rows(target),
         out,
         *x.counts,
@@ -187,16 +190,18 @@ def scan_chunks(x: Operands, states: States, sums: Sums | None, *, reverse: bool
     """Replace every chunk's own sum in `states` by that of all before it (after it, if `reverse`), from those in `sums`
     on, which get the ends; None: from zero."""
     _, heads, chunks, features, head_dim = states.S.shape
-    segments = len(x.q) if x.layout.table is None else len(x.layout.table) - 1
+    segments = x.q.shape[0] if x.layout.table is None else x.layout.table.shape[0] - 1
     blocks = cdiv(features * head_dim, _SCAN_COLUMNS) + cdiv(features, _SCAN_COLUMNS)
-    scan_kernel[(segments * heads * blocks,)](
+    x.launch(
+        scan_kernel,
+        (segments * heads * blocks,),
         states,
-        None if sums is None else sums._replace(S=rows(sums.S), z=rows(sums.z)),
+        sums,
         x.layout,
         chunks,
         heads,
         segments * heads,
-        0 if sums is None else len(sums.seen_N),
+        0 if sums is None else sums.seen_N.shape[0],
         REVERSE=reverse,
         shape=x.shape,
         CHUNKS=_SCAN_CHUNKS,
@@ -389,7 +394,7 @@ def output_kernel(
             keep = in_window(index, row, start, first_position, shape)
             acc, total, top, arg = _add_keys(q_MD, keep, k_ND, v_ND, index, acc, total, top, arg, scale, softcap, SAVE)
     if shape.W > 0 or shape.SINKS > 0:
-        factor = tl.load(x.gamma + tile.h).to(tl.float32)
+        factor = tl.sigmoid(tl.load(x.window_factor + tile.h).to(tl.float32))
         if CAP > 0:
             factor = factor * tl.maximum((first_position + row + 1).to(tl.float32) / CAP, 1.0)
             acc = acc * factor[:, None]

@@ -8,7 +8,9 @@ Importing this module needs Triton.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,20 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.eight_bits import pack, unpack
 from lolcats.ops.hybrid_attention.kernels.backward import backward
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forward
-from lolcats.ops.hybrid_attention.kernels.operands import Layout, Operands, Segments, Sums
-from lolcats.ops.hybrid_attention.kernels.store_tokens import Moves, store_tokens
+from lolcats.ops.hybrid_attention.kernels.operands import (
+    NO_ROWS,
+    Launches,
+    Layout,
+    Operands,
+    Rows,
+    Segments,
+    Sums,
+    alike,
+    cdiv,
+    rows,
+    token_rows,
+)
+from lolcats.ops.hybrid_attention.kernels.store_tokens import Cache, Moves, move_tokens
 from lolcats.ops.hybrid_attention.state import (
     HybridParams,
     HybridState,
@@ -68,7 +82,7 @@ def triton_attention(
             sink_k, sink_v = (x[0].transpose(0, 1)[index_NC].transpose(1, 2) for x in (k_BGTD, v_BGTD))
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
-    given = (q_BHTD, k_BGTD, v_BGTD, params.gamma, *params.tensors[1:], sink_k, sink_v, *(layout or (None, None)))
+    given = (q_BHTD, k_BGTD, v_BGTD, *params.tensors, sink_k, sink_v, *(layout or (None, None)))
     tensors = [None if x is None else _dense(x) if i in _INPUTS else x.contiguous() for i, x in enumerate(given)]
     settings = (config, params.scale_of(q_BHTD), params.softcap)
     target_BHTD = None if target_BHTD is None else _dense(target_BHTD)
@@ -105,7 +119,7 @@ def triton_with_state(
     sequences = Sequences((page_N, page_N), state.position, cu_seqlens, (0,) * len(page_N) if fresh else None)
     parts = {name: x.unflatten(1, (k.shape[1], -1)) for name, x in state._asdict().items() if name != "position"}
     with torch.no_grad():
-        tables = prefill(row, config, params, sequences=sequences, parts=parts, shared=shared)
+        tables = Prompts(parts, k.dtype, config, params)(row, sequences, shared)
     y_BHTD = row.y_NHD.unflatten(0, (batch, tokens)).transpose(1, 2)
     return y_BHTD, state._replace(position=state.position + tables.length_N)
 
@@ -179,17 +193,22 @@ class Tables:
     def __init__(
         self,
         config: AttentionConfig,
-        from_N: Any,
-        page_N: Any,
         position_N: Any,
         cu_seqlens: Any,
         seen: Any,
+        borders: Any,
+        cut: Any,
         tokens: int,
     ) -> None:
-        count, capacity, device = len(position_N), config.capacity, position_N.device
+        count, capacity, target = len(position_N), config.capacity, position_N.device
+        if borders is not None:  # some sixty operations, which a GPU would take longer to start
+            position_N, cu_seqlens = torch.tensor(seen), torch.tensor(borders)
+        device = position_N.device
         border_N = cu_seqlens.long().clamp(0, tokens)
         self.length_N = border_N.diff()
-        end_N, is_cut_N = position_N + self.length_N, from_N != page_N
+        end_N, is_cut_N = position_N + self.length_N, torch.zeros_like(position_N, dtype=torch.bool)
+        if cut:
+            is_cut_N[list(cut)] = True
         before_N = torch.where(is_cut_N.roll(1), self.length_N.roll(1), 0)
         self.start_N = position_N - before_N
         place_NC = torch.arange(capacity + config.sinks, device=device).repeat(count, 1)
@@ -221,50 +240,79 @@ class Tables:
             torch.cat([n_E, n_NC[:, capacity:].flatten()]),
             torch.cat([(position_N[n_E] + offset_E) % max(capacity, 1), place_NC[:, capacity:].flatten()]),
         )
+        if device != target:
+            long = _moved([*self.kept[:3], *self.seen[:3], self.length_N, self.start_N], target)
+            self.kept, self.seen, (self.length_N, self.start_N) = Moves(*long[:3]), Moves(*long[3:6]), long[6:]
+            *segments, self.base_N, self.query_N2 = _moved([*self.segments, self.base_N, self.query_N2], target)
+            self.segments = Segments(*segments)
 
 
-def prefill(
-    tokens: Tokens,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    sequences: Sequences,
-    parts: dict[str, Tensor],
-    shared: dict[Hashable, Any] | None = None,
-) -> Tables:
-    """Outputs of N sequences, whose states are read and written where they lie; without autograd.
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of tensors of one type, by one transfer that nothing waits for, aligned as kernels are compiled for."""
+    sizes = [cdiv(x.numel(), 4) * 4 for x in tensors]
+    pinned = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
+    for x, place in zip(tensors, pinned.split(sizes), strict=True):
+        place[: x.numel()] = x.flatten()
+    moved = pinned.to(device, non_blocking=True).split(sizes)
+    return [place[: x.numel()].view(x.shape) for x, place in zip(tensors, moved, strict=True)]
 
-    Five launches a layer: keys and values, rounded as they are kept, behind those of the rings; three of `forward`; and
+
+class Prompts:
+    """Outputs of sequences in one layer, whose states are read and written where they lie; without autograd.
+
+    Five launches a call: keys and values, rounded as they are kept, behind those of the rings; three of `forward`; and
     what is kept of the new ones. A sixth copies rings inside of sequences that were cut. Which token goes where is the
-    same in all layers: `Tables`, made once for a pass. Nothing waits for the device.
+    same in all layers: `Tables`, made once for a pass. Nothing waits for the device, and of a short prompt the host is
+    the bottleneck: what kernels take of a layer in each call is made here, once.
 
     Args:
         parts: the views of `pages.StatePages`.
-        shared: see `hybrid_attention`.
+        dtype: of queries, keys and values.
     """
-    page_2N, position_N, *borders, _ = sequences
-    q_THD, k_TGD, v_TGD, y_THD, heads_G = tokens
-    tables = once(shared, Tables, config, *page_2N, position_N, *borders, len(q_THD))
-    count, entries = len(position_N), len(tables.seen.source) - len(position_N) * config.sinks
-    keys, values, heads = parts["k"][:, :, 0], parts["v"][:, :, 0], parts["k"].shape[1]
-    new, sink = (k_TGD[:, :, None], v_TGD[:, :, None]), (parts["sink_k"][:, :, 0], parts["sink_v"][:, :, 0])
-    memory = k_TGD.new_empty(2, entries + count * config.sinks, heads, 1, k_TGD.shape[2])
-    places: dict[str, Any] = {"sinks": sink if config.sinks else None, "heads_G": heads_G}
-    seen, kept = (x._replace(page_2N=page_2N) for x in (tables.seen, tables.kept))
-    store_tokens(*new, keys, values, seen, dense=(memory[0], memory[1]), **places)
-    if sequences.keeps_old:
-        store_tokens(None, None, keys, values, kept, **places)
 
-    k, v = memory[:, :entries, :, 0].transpose(1, 2)[:, None]
-    # As many heads as of keys; which ones, the kernel looks up.
-    q, y = (x[:, : x.shape[1] // k_TGD.shape[1] * heads].transpose(0, 1)[None] for x in (q_THD, y_THD))
-    sinks = memory[:, entries:, :, 0].unflatten(1, (count, -1)).transpose(2, 3) if config.sinks else (None, None)
-    if not config.has_softmax:
-        params = params._replace(sink_logits=None)
-    own = (None if x is None else x.contiguous() for x in (params.gamma, *params.tensors[1:]))
-    segments, sums = tables.segments, Sums(parts["S"], parts["z"], page_2N, tables.start_N)
-    layout = Layout(tables.base_N, segments.table, segments.slots, tables.query_N2, heads_G)
-    tensors = q, k, v, *own, *sinks
-    forward(Operands(tensors, config, params.scale_of(q), params.softcap, layout, sums), y=y)
-    store_tokens(*new, keys, values, kept, **places)
-    return tables
+    def __init__(
+        self, parts: dict[str, Tensor], dtype: torch.dtype, config: AttentionConfig, params: HybridParams
+    ) -> None:
+        if not config.has_softmax:
+            params = params._replace(sink_logits=None)
+        keys, values, *sinks = (parts[name][:, :, 0] for name in ("k", "v", "sink_k", "sink_v"))
+        self.cache = Cache.of(keys, values, *[sinks] * (config.sinks > 0))
+        sizes = len(params.window_factor), self.cache.heads
+        q, k = (parts["S"].new_empty(1, heads, 0, self.cache.width, dtype=dtype) for heads in sizes)
+        own = (None if x is None else x.contiguous() for x in params.tensors)
+        self.operands = Operands((q, k, k, *own, None, None, None, None), config, params.scale_of(q), params.softcap)
+        self.operands.sinks_there = config.sinks
+        self.inputs, _, _ = self.operands.inputs, self.operands.shape, self.operands.wide
+        self.sums = rows(parts["S"]), rows(parts["z"])
+        self.launches = Launches()
+
+    def __call__(self, tokens: Tokens, sequences: Sequences, shared: dict[Hashable, Any] | None = None) -> Tables:
+        """Of N sequences in a row. `shared`: see `hybrid_attention`."""
+        page_2N, position_N = sequences[:2]
+        x, cache, heads_G, sinks = copy(self.operands), self.cache, tokens.heads_G, self.operands.config.sinks
+        count, (total, _, width) = position_N.shape[0], tokens.k_NGD.shape
+        tables = once(shared, Tables, x.config, *sequences[1:], total)
+        seen, kept = (moves._replace(page_2N=page_2N) for moves in (tables.seen, tables.kept))
+        near = [tokens.k_NGD.new_empty(seen.source.shape[0], cache.heads, width) for _ in range(2)]
+        q, k, v, y, *dense = map(token_rows, (*tokens[:4], *near))
+        key = alike(*tokens[:4], *page_2N)
+        read, keep, x.launch, write = (partial(self.launches, (key, i)) for i in range(4))
+        move_tokens((k, v), cache, seen, dense=dense, heads_G=heads_G, launch=read)
+        if sequences.cut:
+            move_tokens((NO_ROWS, NO_ROWS), cache, kept, heads_G=heads_G, launch=keep)
+
+        row = cache.heads * width
+        first = seen.source.shape[0] - count * sinks
+        of_sinks = [Rows(rest[first:], sinks * row, width, row) if sinks else NO_ROWS for rest in near]
+        table, slots = tables.segments
+        # As many heads as of keys; which ones, the kernel looks up.
+        x.layout = Layout(tables.base_N, table, slots, tables.query_N2, heads_G)
+        x.sums = Sums(*self.sums, page_2N, tables.start_N)
+        x.inputs = self.inputs._replace(
+            q=q, k=dense[0], v=dense[1], sink_k=of_sinks[0], sink_v=of_sinks[1], layout=x.layout
+        )
+        x.lists, x.counts = (1, slots.shape[0]), (total, slots.shape[0], cache.heads)
+        x.tiles = (cache.heads * x.shape.REPEATS * slots.shape[0],)
+        forward(x, y=y)
+        move_tokens((k, v), cache, kept, heads_G=heads_G, launch=write)
+        return tables

@@ -8,7 +8,7 @@ would read them is not compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -60,6 +60,11 @@ def in_log2(x: float | None) -> float | None:
     return None if x is None else x * LOG2_E
 
 
+def launch(kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> Any:
+    """`kernel[grid](*args, **constants)`."""
+    return kernel[grid](*args, **constants)
+
+
 class Rows(NamedTuple):
     """A tensor [B, H, T, D] whose rows of D are contiguous: where it begins, and its strides. All may be None."""
 
@@ -69,9 +74,41 @@ class Rows(NamedTuple):
     t: Any
 
 
+NO_ROWS = Rows(None, None, None, None)
+
+
 def rows(x: Tensor | None) -> Rows:
     """A tensor [B, H, T, D] as kernels take it."""
-    return Rows(None, None, None, None) if x is None else Rows(x, *x.stride()[:3])
+    return NO_ROWS if x is None else Rows(x, *x.stride()[:3])
+
+
+def token_rows(x: Tensor) -> Rows:
+    """A tensor [T, H, D] as one of [1, H, T, D]."""
+    return Rows(x, 0, x.stride(1), x.stride(0))
+
+
+class Launches:
+    """`launch` for calls with one key that agree in types, alignment, strides and which tensors there are.
+
+    Triton looks at all arguments of a launch, to find what is compiled for them, which takes the host twice as long as
+    the launch: here only at the first of each key.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
+        key = key, id(kernel), *constants.values()
+        if key in self.known:
+            compiled, rest = self.known[key]
+            compiled[grid[0], 1, 1](*args, *rest)
+        elif compiled := kernel[grid](*args, **constants):  # None by the interpreter
+            self.known[key] = compiled, [constants[name] for name in kernel.arg_names if name in constants]
+
+
+def alike(*tensors: Tensor) -> tuple[Any, ...]:
+    """A key of `Launches`, of tensors that a layer does not keep."""
+    return tuple((x.dtype, x.data_ptr() % 16, *x.stride()) for x in tensors)
 
 
 class Layout(NamedTuple):
@@ -89,8 +126,8 @@ class Layout(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """S [places, G, S / G, F, D] and z [places, G, S / G, F], float32, dense but for the first two axes: sums of keys,
-    those before the grid, then all.
+    """Rows of S [places, G, S / G, F, D] and z [places, G, S / G, F], float32, dense but for the first two axes: sums
+    of keys, those before the grid, then all.
 
     page_2N: a pair of [N], where those of each sequence are read and written.
     seen_N: tokens before the grid; at 0 what the page holds is not used.
@@ -117,7 +154,7 @@ class Inputs(NamedTuple):
     q: Rows
     k: Rows
     v: Rows
-    gamma: Any
+    window_factor: Any
     maps: FeatureMaps
     sink_logits: Any
     sink_k: Rows
@@ -215,12 +252,14 @@ class Operands:
     `Segments`, and where this text says "sequence b", segment b is meant. Sequences that resume from states
     are on a grid: entry t has position base[b] + t, int32 [sequences]; None: zero.
 
-    The first sequences have an initial and a final state, if there are `sums`.
+    The first sequences have an initial and a final state, if there are `sums`. `launch` launches the forward pass.
 
     q [B, H, T, D]; k, v [B, G, T, D]; the last dimension of each is contiguous. Weights and biases as in
     `HybridParams`, contiguous; sink_logits [H] or None, as without a softmax part. sink_k, sink_v [B, G, <= sinks, D]
     or None, B: sequences or more; of rows their first tokens.
     """
+
+    launch: Any = staticmethod(launch)
 
     def __init__(
         self,
@@ -231,7 +270,7 @@ class Operands:
         layout: Layout | None = None,
         sums: Sums | None = None,
     ) -> None:
-        self.q, self.k, self.v, self.gamma, *maps, self.sink_logits, self.sink_k, self.sink_v = tensors[:11]
+        self.q, self.k, self.v, self.window_factor, *maps, self.sink_logits, self.sink_k, self.sink_v = tensors[:11]
         self.maps, self.layout = FeatureMaps(*maps), layout or Layout(None, *tensors[11:])
         self.config, self.scale, self.softcap, self.sums = config, scale, softcap, sums
         if config.sinks and self.layout.table is None:
@@ -240,7 +279,7 @@ class Operands:
     @cached_property
     def inputs(self) -> Inputs:
         q, k, v, sink_k, sink_v = map(rows, (self.q, self.k, self.v, self.sink_k, self.sink_v))
-        return Inputs(q, k, v, self.gamma, self.maps, self.sink_logits, sink_k, sink_v, self.layout)
+        return Inputs(q, k, v, self.window_factor, self.maps, self.sink_logits, sink_k, sink_v, self.layout)
 
     @cached_property
     def wide(self) -> bool:
@@ -252,7 +291,7 @@ class Operands:
         columns = 1 if self.maps.k_weight is None else self.maps.k_weight.shape[2]
         return KernelShape.of(self.config, self.q.dtype, *heads, self.q.shape[3], columns)
 
-    @property
+    @cached_property
     def state_heads(self) -> int:
         return self.k.shape[1] if self.maps.k_weight is None else self.maps.k_weight.shape[0]
 
@@ -262,7 +301,7 @@ class Operands:
         batch, _, tokens, _ = self.q.shape
         return (batch, cdiv(tokens, STATE_CHUNK)) if self.layout.slots is None else (1, self.layout.slots.shape[0])
 
-    @property
+    @cached_property
     def tiles(self) -> tuple[int]:
         """Programs of kernels that take a tile of C queries of one head."""
         return (self.lists[0] * self.q.shape[1] * self.lists[1],)
@@ -272,7 +311,7 @@ class Operands:
         """Tokens, chunks and key/value heads, as nearly all kernels take them."""
         return self.q.shape[2], self.lists[1], self.k.shape[1]
 
-    @property
+    @cached_property
     def sinks_there(self) -> int:
         return 0 if self.sink_k is None else self.sink_k.shape[2]
 

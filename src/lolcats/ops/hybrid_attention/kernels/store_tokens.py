@@ -6,6 +6,7 @@ A decoding step takes some twenty small launches for it otherwise, a prefill a h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
-from lolcats.ops.hybrid_attention.kernels.operands import cdiv, next_power_of_2, rows
+from lolcats.ops.hybrid_attention.kernels.operands import (
+    NO_ROWS,
+    Rows,
+    cdiv,
+    launch,
+    next_power_of_2,
+    rows,
+    token_rows,
+)
 from lolcats.ops.hybrid_attention.kernels.tiles import factor_of, levels_of
 
 FEW = 1024  # rows times heads; below, each has a program of its own
@@ -23,7 +32,7 @@ FEW = 1024  # rows times heads; below, each has a program of its own
 class Moves(NamedTuple):
     """Int64 tensors [R], or None for 0, 1, ...
 
-    source: the new token of each row; negative: there is none, see `store_tokens`.
+    source: the new token of each row; negative: there is none, see `move_tokens`.
     slot, place: the row's place in the cache. Places behind the ring are those of the sinks.
     page_2N: a pair of [N], the slots where each of N sequences is read and written; `slot` is its number then.
     """
@@ -34,47 +43,75 @@ class Moves(NamedTuple):
     page_2N: Any = None
 
 
+class Cache(NamedTuple):
+    """Where tokens are kept, as kernels take it.
+
+    Attributes:
+        rows: of keys and values [slots, G, C, E], in a floating type with E = D, or int8 with a factor's four bytes
+            behind the D entries; then likewise of sinks, of places behind C, or of None.
+        heads, capacity, width: G, C, D.
+    """
+
+    rows: tuple[Rows, ...]
+    heads: int
+    capacity: int
+    width: int
+    packed: bool
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, sinks: Sequence[Tensor | None] = (None, None)) -> Cache:
+        _, heads, capacity, width = keys.shape
+        packed = is_packed(keys)
+        return cls(tuple(map(rows, (keys, values, *sinks))), heads, capacity, width - FACTOR_BYTES * packed, packed)
+
+
 def store_tokens(
-    k_TG1D: Tensor | None,
-    v_TG1D: Tensor | None,
-    keys_SGCE: Tensor,
-    values_SGCE: Tensor,
+    k_BG1D: Tensor, v_BG1D: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor, slot_B: Tensor, place_B: Tensor
+) -> None:
+    """keys[slot, :, place] = k, values[slot, :, place] = v for each of B tokens; rounded if the cache has 8 bits."""
+    new = [token_rows(x.squeeze(2)) for x in (k_BG1D, v_BG1D)]
+    move_tokens(new, Cache.of(keys_SGCE, values_SGCE), Moves(None, slot_B, place_B))
+
+
+def move_tokens(
+    new: Sequence[Rows],
+    cache: Cache,
     moves: Moves,
     *,
-    sinks: tuple[Tensor, Tensor] | None = None,
-    dense: tuple[Tensor, Tensor] | None = None,
+    dense: Sequence[Rows] = (NO_ROWS, NO_ROWS),
     heads_G: Tensor | None = None,
+    launch: Any = launch,
 ) -> None:
     """One token a row: keys[slot, :, place] = k, values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
 
     Args:
-        k_TG1D, v_TG1D: None: no token is written; what stays is copied from the slots read, before new ones replace it.
-        keys_SGCE, values_SGCE: in a floating type with E = D, or int8 with a factor's four bytes behind the D entries.
+        new: keys and values [1, G, T, D]; `NO_ROWS`: no token is written; what stays is copied from the slots read,
+            before new ones replace it.
         moves: of R rows; of several to one place any stays. Without a token zeros are written (-1), or nothing (-2).
-        sinks: like keys and values, of places behind theirs.
-        dense: [R, G, 1, D] each; is written instead of the cache, with what keys and values are after packing. Rows
+        dense: [1, G, R, D] each; is written instead of the cache, with what keys and values are after packing. Rows
             without a token get what the cache has at their place.
         heads_G: int64, the heads of k and v that the cache has; None: all.
     """
-    heads, width = keys_SGCE.shape[1], keys_SGCE.shape[3] - FACTOR_BYTES * is_packed(keys_SGCE)
-    count = next(len(x) for x in (moves.source, moves.slot) if x is not None)
-    block = 1 if count * heads < FEW else 16
+    count = (moves.slot if moves.source is None else moves.source).shape[0]
+    block = 1 if count * cache.heads < FEW else 16
     if count == 0:
         return
-    with torch.cuda.device_of(keys_SGCE):
-        _kernel[(cdiv(count, block) * heads,)](
-            (rows(k_TG1D), rows(v_TG1D)),
-            tuple(map(rows, (keys_SGCE, values_SGCE, *(sinks or (None, None))))),
-            tuple(map(rows, dense or (None, None))),
+    with torch.cuda.device_of(cache.rows[0].x):
+        launch(
+            _kernel,
+            (cdiv(count, block) * cache.heads,),
+            tuple(new),
+            cache.rows,
+            tuple(dense),
             moves,
             heads_G,
             count,
-            heads,
-            keys_SGCE.shape[2],
-            D=width,
-            BLOCK=next_power_of_2(width),
+            cache.heads,
+            cache.capacity,
+            D=cache.width,
+            BLOCK=next_power_of_2(cache.width),
             ROWS=block,
-            PACKED=is_packed(keys_SGCE),
+            PACKED=cache.packed,
             num_warps=1 if block == 1 else 4,
         )
 
@@ -122,7 +159,7 @@ def _kernel(
         taken = real & (source >= 0)[:, None]
         x = tl.zeros([ROWS, BLOCK], tl.float32)
         if new[i].x is not None:
-            x = tl.load(_address(new[i], source, head, 0) + column, mask=taken, other=0.0).to(tl.float32)
+            x = tl.load(_address(new[i], 0, head, source) + column, mask=taken, other=0.0).to(tl.float32)
         factor = tl.full([ROWS, 1], 1.0, tl.float32)
         if PACKED:
             factor = factor_of(x, 1)[:, None]
@@ -152,5 +189,5 @@ def _kernel(
                     if PACKED:
                         tl.store(at_factor, factor, mask=writes)
         if dense[0].x is not None:
-            at = _address(dense[i], row, g, 0)
+            at = _address(dense[i], 0, g, row)
             tl.store(at + column, near.to(at.dtype.element_ty), mask=real)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lolcats.ops.hybrid_attention.api import supports, supports_softmax_step
 from lolcats.ops.hybrid_attention.kernels.forward import States, scan_chunks
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
+from lolcats.ops.hybrid_attention.kernels.operands import Launches, Operands
 from lolcats.ops.hybrid_attention.state import initial_state
 
 TERRACED = "terraced 16"
@@ -92,3 +92,25 @@ def test_says_why_not(change, reason):
     q, k, v = (torch.zeros(1, 1, keys, width, device=DEVICE) for keys, width in ((1, 64), (9, 64), (9, 32)))
     assert supports_softmax_step(q, k, k) is None
     assert "Keys have 64 and values 32" in (supports_softmax_step(q, k, v) or "")
+
+
+class Kernel:
+    """A kernel, of which `search` gives what is compiled."""
+
+    arg_names = "x", "n", "FIRST", "SECOND"
+
+    def __init__(self, log, compiled=None):
+        self.log, self.compiled = log, compiled
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.log.append((grid, args, *constants)) or self.compiled
+
+
+def test_a_known_launch_skips_the_search():
+    """Its arguments are in the kernel's order, constants behind, without what is the compiler's alone."""
+    searched, launched, launches = [], [], Launches()
+    kernels = [Kernel(searched, Kernel(launched)) for _ in range(2)]
+    for key, which, grid, first in ((1, 0, 5, 8), (1, 0, 6, 8), (1, 0, 7, 9), (2, 0, 5, 8), (1, 1, 5, 8)):
+        launches(key, kernels[which], (grid,), "x", 3, num_warps=4, SECOND=7, FIRST=first)
+    assert len(searched) == 4
+    assert launched == [((6, 1, 1), ("x", 3, 8, 7))]

@@ -33,11 +33,9 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, ...]], backen
     """
     steps, kernels, heads, kv_heads = 0, {}, None, case.k.shape[1]
     if backend == "triton":
-        from lolcats.ops.hybrid_attention.kernels.decode import triton_step
-        from lolcats.ops.hybrid_attention.kernels.op import Prompts
+        from lolcats.ops.hybrid_attention.kernels.paged import PagedLayer
 
-        own = {"config": case.config, "params": case.params}
-        kernels = {"step": partial(triton_step, **own), "prefill": partial(Prompts, **own)}
+        kernels = {"kernels": partial(PagedLayer, config=case.config, params=case.params)}
         heads = 2 * torch.arange(kv_heads, device=DEVICE)
         work = [(0, 0, 1, 0, 0), *sorted(work, key=lambda item: item[2] > 1)]
         steps = sum(item[2] == 1 for item in work)

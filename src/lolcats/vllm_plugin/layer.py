@@ -223,14 +223,9 @@ class PagedHybridAttention(nn.Module):
             own: Any = {"config": self.linear_attention.config, "params": params}
             self.kernels = {"attend": partial(hybrid_attention, **own)}
             if self.steps_in_pages:
-                from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
-                from lolcats.ops.hybrid_attention.kernels.op import Prompts
-                from lolcats.ops.hybrid_attention.kernels.operands import Launches
+                from lolcats.ops.hybrid_attention.kernels.paged import PagedLayer  # imports Triton
 
-                self.kernels |= {
-                    "step": partial(triton_step, **own, launches=Launches()),
-                    "prefill": partial(Prompts, **own),
-                }
+                self.kernels["kernels"] = partial(PagedLayer, **own)
         return self.kernels
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.state import HybridState, PagedStep, Sequences, Tokens
+from lolcats.ops.hybrid_attention.state import HybridState, Sequences, Tokens
 
 
 def page_parts(state: HybridState) -> dict[str, Tensor]:
@@ -37,13 +37,13 @@ class StatePages:
 
     Attributes:
         views: of each part [places, heads, ...].
-        prompts: what `paged_attention` keeps for the next call.
+        layer: `kernels.paged.PagedLayer` of these, which `paged_attention` makes.
     """
 
     def __init__(self, parts: dict[str, Tensor], pages_NGC: Tensor) -> None:
         self.memory, begin = pages_NGC, 0
         self.views: dict[str, Tensor] = {}
-        self.prompts: Callable[..., Any] | None = None
+        self.layer: Any = None
         for name, part in parts.items():
             end = begin + part.nbytes
             self.views[name] = pages_NGC[:, :, begin:end].view(part.dtype).unflatten(2, part.shape)
@@ -69,7 +69,7 @@ class PagedBatch:
         begin: first token of each sequence in the batch, and the number of tokens at the end; B + 1 numbers.
         seen: B numbers, tokens that each sequence had before the batch.
         page_2B: pages where each sequence's state is read and written, two int32 tensors of B or more. They differ
-            only where sequences are cut so that a state between is kept: only for `prefill`.
+            only where sequences are cut so that a state between is kept: only for kernels.
         position_B: `seen` on the device, int64.
         begin_B: `begin` on the device.
         steps: how many of the first sequences have one token each, which goes into their pages without a copy of the
@@ -111,8 +111,7 @@ def paged_attention(
     batch: PagedBatch,
     *,
     attend: Callable[..., Any],
-    step: Callable[..., Any] | None = None,
-    prefill: Callable[..., Any] | None = None,
+    kernels: Callable[..., Any] | None = None,
 ) -> None:
     """Hybrid attention of tokens of several sequences whose states are in pages. Not differentiable.
 
@@ -120,21 +119,17 @@ def paged_attention(
         tokens: the batch's; what lies behind them is neither read nor written.
         pages: states of the tokens' heads; those of the batch are written.
         attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens and return_state.
-        step: `kernels.decode.triton_step` as a function of all but config and params; takes the batch's `steps`.
-        prefill: `kernels.op.Prompts` as a function of all but config and params; takes all others.
+        kernels: `kernels.paged.PagedLayer`, a function of pages' views and a type; there are no `steps` without it.
     """
-    if batch.steps:
-        assert step is not None
-        q, k, v, y = (x[: batch.steps, :, None] for x in tokens[:4])
-        state = HybridState(**pages.views, position=batch.position_B[: batch.steps])
-        step(q, k, v, state=state, paged=PagedStep(batch.page_B[: batch.steps], y, tokens.heads_G))
+    if kernels is not None and pages.layer is None:
+        pages.layer = kernels(pages.views, tokens.k_NGD.dtype)
+    if steps := batch.steps:
+        pages.layer.step(tokens.part(slice(steps)), batch.position_B[:steps], batch.page_B[:steps])
     if (rest := batch.rest) is None:
         return
-    own = tokens.part(slice(batch.begin[batch.steps], batch.begin[-1]))
-    if prefill is not None:
-        if pages.prompts is None:
-            pages.prompts = prefill(pages.views, own.k_NGD.dtype)
-        pages.prompts(own, rest, batch.shared)
+    own = tokens.part(slice(batch.begin[steps], batch.begin[-1]))
+    if pages.layer is not None:
+        pages.layer.prefill(own, rest, batch.shared)
         return
     before = pages.load(rest.page_2N[0], rest.position_N) if any(rest.seen or ()) else None
     q_1HTD, k_1GTD, v_1GTD = (own.select(x).transpose(0, 1)[None] for x in own[:3])

@@ -17,7 +17,7 @@ before have all started, and wait for its end themselves; weights they may load 
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +31,7 @@ from lolcats.ops.hybrid_attention.kernels.operands import (
     SIZES,
     FeatureMaps,
     KernelShape,
-    Launches,
     Rows,
-    alike,
     cdiv,
     in_log2,
     launch,
@@ -129,7 +127,7 @@ def triton_step(
     *,
     state: HybridState,
     paged: PagedStep | None = None,
-    launches: Launches | None = None,
+    launch: Any = launch,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1; or of sequences whose states are in pages. Nothing waits for the device.
 
@@ -140,7 +138,7 @@ def triton_step(
         state: of pages the views of `pages.StatePages`, dense in all axes but the first two, and the tokens that each
             sequence has seen: at 0 what its page holds is not used. These positions are not changed.
         paged: which pages, and where the outputs go.
-        launches: of the layer's calls.
+        launch: see `operands.Launches`.
     """
     page_B, y_BH1D, heads_G = paged or (None, None, None)
     if page_B is None and not all(x.is_contiguous() for x in state):
@@ -167,10 +165,7 @@ def triton_step(
         phi = q.new_empty((batch, heads, shape.F), dtype=torch.bfloat16 if q.dtype.itemsize == 2 else torch.float32)
         tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
         tiles, folding = cdiv(batch, tile), min(batch * state_heads, MOST_FOLDING)
-    start: Any = launch
-    if launches is not None and page_B is not None:
-        start = partial(launches, alike(q, k, v, y, page_B, state.position))
-    start(
+    launch(
         prepare_kernel,
         (tiles * heads + folding + batch * kv_heads * splits,),
         *rows[:3],
@@ -191,7 +186,7 @@ def triton_step(
         shape=shape,
         **early_launch(q.device),
     )
-    start(
+    launch(
         step_kernel,
         (batch * kv_heads * parts,),
         *rows[1:],

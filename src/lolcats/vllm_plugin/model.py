@@ -147,6 +147,12 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsKVCacheGrou
         """A snapshot for prefix caching is a copy of the whole page."""
         return (get_temporal_copy_spec,)
 
+    @staticmethod
+    def get_model_state_cls() -> Any:
+        from lolcats.vllm_plugin.moves import StateMoves  # needs Triton, as the model runner that asks
+
+        return StateMoves
+
 
 def architecture(model_type: str) -> str:
     """The class of transformers for a base model's type, by whose name vLLM finds its own."""

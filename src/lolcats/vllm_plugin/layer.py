@@ -211,7 +211,7 @@ class PagedHybridAttention(nn.Module):
         most, few = len(prompt.q_NHD), min(len(prompt.q_NHD), 16)
         for begin, seen in (([0, most], [0]), ([0, few], [0]), ([0, 1, few], [2048, 2049])):
             begin_B, position_B = page_2B.new_tensor(begin), page_2B.new_tensor(seen, dtype=torch.int64)
-            batch = PagedBatch(begin, seen, page_2B.unbind(), position_B, begin_B, steps=0)
+            batch = PagedBatch(begin, seen, page_2B.unbind(), position_B, begin_B, steps=0, cut=range(len(seen) - 1))
             paged_attention(prompt, pages, batch, **self._kernels())
 
     @torch.no_grad()

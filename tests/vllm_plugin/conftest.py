@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -64,40 +63,42 @@ def serve() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(autouse=HAS_VLLM)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often our books answered without vLLM's, whose answer is the same each time and changes nothing."""
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
+    """How often our scheduler asked vLLM's books, and not: then they would give nothing, and change nothing."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    from lolcats.vllm_plugin.states import KeyManager, StateManager
+    from lolcats.vllm_plugin import scheduler
 
-    asked, counts = list[str](), Counter[str]()
+    own, theirs, counts = scheduler.scheduler, KVCacheManager.allocate_slots, Counter[str]()
 
-    def books(manager: Any) -> Any:
-        kept = {name: x for name, x in vars(manager).items() if isinstance(x, dict | set | list)}
-        kept["req_to_blocks"] = {name: [*map(id, blocks)] for name, blocks in manager.req_to_blocks.items() if blocks}
-        pool = manager.block_pool
+    def state(books: Any) -> Any:
+        pool, groups = books.block_pool, books.coordinator.single_type_managers
+        kept = [{name: x for name, x in vars(group).items() if isinstance(x, dict | set | list)} for group in groups]
+        for own in kept:
+            own["req_to_blocks"] = {name: [*map(id, x)] for name, x in own["req_to_blocks"].items() if x}
         return pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block), repr(kept)
 
-    def compare(own: Any, base: Any, name: str) -> None:
-        ours, theirs = vars(own)[name], vars(base)[name]
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        counts["asked"] += 1
+        return theirs(*args, **kwargs)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            asked.append(name)
-            return theirs(*args, **kwargs)
+    def scheduled(**given: Any) -> Any:
+        made = own(**given)
+        books = made.kv_cache_manager
+        allocate = books.allocate_slots
 
-        def answer(manager: Any, *args: Any, **kwargs: Any) -> Any:
-            asked.clear()
-            found = ours(manager, *args, **kwargs)
-            if not asked:
-                counts[f"{own.__name__}.{name}"] += 1
-                before = books(manager)
-                assert theirs(manager, *args, **kwargs) == found
-                assert books(manager) == before
+        def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+            asked = counts["asked"]
+            found = allocate(*args, **kwargs)
+            if counts["asked"] == asked:
+                counts["not asked"] += 1
+                before = state(books)
+                assert not any(theirs(books, *args, **kwargs).blocks)
+                assert state(books) == before
             return found
 
-        monkeypatch.setattr(base, name, watched)
-        monkeypatch.setattr(own, name, answer)
+        books.allocate_slots = allocate_slots
+        return made
 
-    for own, base in ((StateManager, MambaManager), (KeyManager, FullAttentionManager)):
-        for name in {name for name, x in vars(own).items() if isinstance(x, FunctionType) and name in vars(base)}:
-            compare(own, base, name)
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", ask)
+    monkeypatch.setattr(scheduler, "scheduler", scheduled)
     return counts

@@ -77,5 +77,4 @@ def test_load(folder, serve, at_once) -> None:
     assert served.metric("num_preemptions") > 0
     assert counts["fewest_free"] < free  # the count sees pages that are in use
     assert served.free_pages() == free
-    assert len(at_once) == 5, at_once
-    assert min(at_once.values()) > 100, at_once
+    assert min(at_once["asked"], at_once["not asked"]) > 100, at_once

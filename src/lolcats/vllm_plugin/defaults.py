@@ -51,6 +51,8 @@ class LolcatsDefaults(VerifyAndUpdateConfig):
         from lolcats.vllm_plugin.layer import PREFIX_UNIT  # registers an operator
 
         refuse_unsupported(vllm_config)
+        if vllm_config.scheduler_config.scheduler_cls is None:
+            vllm_config.scheduler_config.scheduler_cls = "lolcats.vllm_plugin.scheduler.scheduler"
         cache, config = vllm_config.cache_config, vllm_config.model_config.hf_config
         if isinstance(config.attention.exact_window, str):
             window = window_in_budget(config, config.attention, vllm_config.model_config.dtype)

@@ -14,9 +14,6 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-from lolcats.vllm_plugin.states import KeySpec
 
 
 @cache
@@ -56,14 +53,6 @@ def _for_whole_layers(backend: Any) -> Any:
     return Backend
 
 
-class Keys(Attention):
-    """vLLM's, whose scheduler asks `KeyManager`."""
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
-        spec = super().get_kv_cache_spec(vllm_config)
-        return KeySpec(**vars(spec)) if type(spec) is FullAttentionSpec else spec
-
-
 class ExactHeads(nn.Module):
     """Softmax attention of some of a layer's KV heads, in one call. To vLLM each is a layer of its own.
 
@@ -95,9 +84,9 @@ class ExactHeads(nn.Module):
         self.memory = self.cache_BGNC = torch.empty(0)
 
     @staticmethod
-    def _attention(softmax: Attention, kv_heads: int, name: str, backend: Any) -> Keys:
+    def _attention(softmax: Attention, kv_heads: int, name: str, backend: Any) -> Attention:
         heads, impl = kv_heads * softmax.num_heads // softmax.num_kv_heads, softmax.impl
-        return Keys(
+        return Attention(
             heads,
             softmax.head_size,
             impl.scale,

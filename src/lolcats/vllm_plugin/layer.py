@@ -5,6 +5,7 @@ What exact heads with a window keep has a fixed size too, and lies in pages behi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,6 @@ from lolcats.vllm_plugin.pages import (
     states_of,
 )
 from lolcats.vllm_plugin.rings import ring_attention
-from lolcats.vllm_plugin.states import StateSpec
 
 # A prefix may end at multiples of it, if some heads or layers keep all keys. vLLM by itself lets it end where blocks of
 # keys and of states both do, and often has no state there.
@@ -88,10 +88,10 @@ class Page(nn.Module, MambaBase):
         inside = steps_in_pages(vllm_config) and not any(is_bounded(config, layer) for layer in config.layer_heads)
         if inside and cache.prefix_match_unit == PREFIX_UNIT:
             cache.mamba_block_size = min(cache.mamba_block_size, STATE_TOKENS)
-        spec: Any = super().get_kv_cache_spec(vllm_config)
+        spec = super().get_kv_cache_spec(vllm_config)
         inner = {"num_prefill_checkpoint_blocks": int(inside), "prefill_checkpoint_alignment": 1}
         size = self.size if spec.page_size_padded is None else spec.page_size_padded // self.in_block
-        return StateSpec(**vars(spec) | {"shapes": ((size,),), "page_size_padded": None} | inner)
+        return replace(spec, shapes=((size,),), page_size_padded=None, **inner)
 
 
 class PagedHybridAttention(nn.Module):

@@ -72,9 +72,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def state(books: Any) -> Any:
         pool, groups = books.block_pool, books.coordinator.single_type_managers
-        kept = [{name: x for name, x in vars(group).items() if isinstance(x, dict | set | list)} for group in groups]
-        for own in kept:
-            own["req_to_blocks"] = {name: [*map(id, x)] for name, x in own["req_to_blocks"].items() if x}
+        kept = [{name: x for name, x in vars(each).items() if isinstance(x, dict | set | list)} for each in groups]
+        for group in kept:
+            group["req_to_blocks"] = {name: [*map(id, x)] for name, x in group["req_to_blocks"].items() if x}
         return pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block), repr(kept)
 
     def ask(*args: Any, **kwargs: Any) -> Any:

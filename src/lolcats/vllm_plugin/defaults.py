@@ -40,7 +40,7 @@ def lower_sequences(vllm_config: VllmConfig) -> None:
 
 class LolcatsDefaults(VerifyAndUpdateConfig):
     """A window of exact heads in bytes (`--hf-overrides`) becomes tokens; prefix caching keeps a state every
-    `SNAPSHOT_TOKENS` tokens.
+    `SNAPSHOT_TOKENS` tokens; the scheduler asks about pages where they change.
 
     Where exact heads keep all keys, vLLM makes blocks as long as a page of these needs to be as large as a state; there
     prefixes end at multiples of `PREFIX_UNIT` tokens.

@@ -1,5 +1,6 @@
 """Paged states: random schedules of several sequences give what each gets alone, with a kernel's steps and without."""
 
+import inspect
 import random
 from functools import partial
 from itertools import accumulate, pairwise
@@ -118,3 +119,40 @@ def test_random_schedules(backend, config, lengths, packed):
         assert_near({f"{row}": torch.cat(done[row], 1)}, {f"{row}": expected[row, :, :length]}, case.q.dtype)
     others = [n for n in range(12) if n not in used - {0}]
     assert (pages.memory[others] == 0xFF).all(), "wrote into a page of no sequence"
+
+
+@needs_triton
+def test_calls_with_one_key_are_one_form_to_triton(monkeypatch):
+    """Of the second Triton looks at nothing."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from lolcats.ops.hybrid_attention.kernels import paged
+    from lolcats.ops.hybrid_attention.kernels.operands import SIZES
+
+    backend, forms, changing = CUDABackend(GPUTarget("cuda", 90, 32)), {}, {*SIZES, "count", "capacity"}
+
+    class Watched(paged.Launches):
+        def __call__(self, key, kernel, grid, *args, **constants):
+            names = inspect.signature(kernel.fn).parameters
+            given = [(x, False, name not in changing, True) for name, x in zip(names, args, strict=False)]
+            form = [native_specialize_impl(backend, *each) for each in given]
+            assert form == forms.setdefault((id(self), key, id(kernel), *constants.values()), form)
+            super().__call__(key, kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(paged, "Launches", Watched)
+    test_random_schedules("triton", "terraced 4 sinks=2", (9, 19, 70, 12), True)
+    assert forms
+
+
+@needs_triton
+def test_tables_come_in_one_piece(monkeypatch):
+    from lolcats.ops.hybrid_attention.kernels.paged import _moved
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **rest: empty(*sizes, **rest))
+    tensors = [torch.arange(5 * n).view(n, 5) + n for n in (3, 0, 8, 5)]
+    moved = _moved(tensors, torch.device("cpu"))
+    assert all(map(torch.equal, moved, tensors))
+    assert all(x.data_ptr() % 16 == 0 for x in moved)

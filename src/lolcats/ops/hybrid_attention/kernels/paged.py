@@ -170,13 +170,13 @@ class PagedLayer:
         seen, kept = (moves._replace(page_2N=page_2N) for moves in (tables.seen, tables.kept))
         near = [tokens.k_NGD.new_empty(seen.source.shape[0], cache.heads, width) for _ in range(2)]
         q, k, v, y, *dense = map(token_rows, (*tokens[:4], *near))
-        key = alike(*tokens[:4], *page_2N)
+        row, first = cache.heads * width, seen.source.shape[0] - count * sinks
+        key = alike(*tokens[:4], *page_2N), first * row % 16
         read, keep, x.launch, write = (partial(self.launches, (key, i)) for i in range(4))
         move_tokens((k, v), cache, seen, dense=dense, heads_G=heads_G, launch=read)
-        if sequences.cut:
+        if any((sequences.seen or ())[place] for place in sequences.cut):
             move_tokens((NO_ROWS, NO_ROWS), cache, kept, heads_G=heads_G, launch=keep)
 
-        row, first = cache.heads * width, seen.source.shape[0] - count * sinks
         of_sinks = [Rows(rest[first:], sinks * row, width, row) if sinks else NO_ROWS for rest in near]
         table, slots = tables.segments
         # As many heads as of keys; which ones, the kernel looks up.

@@ -146,7 +146,7 @@ class PagedLayer:
         own.append(sink_logits if config.has_softmax else None)
         x = self.operands = Operands((q, k, k, *own, *[None] * 4), config, params.scale_of(q), params.softcap)
         x.sinks_there = config.sinks
-        self.inputs, _, _ = x.inputs, x.shape, x.wide
+        self.inputs, _, _ = x.inputs, x.shape, x.wide  # cached by x, and so of its copies
         self.sums = rows(parts["S"]), rows(parts["z"])
 
     def step(self, tokens: Tokens, position_B: Tensor, page_B: Tensor) -> None:

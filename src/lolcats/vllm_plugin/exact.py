@@ -33,6 +33,8 @@ def _for_whole_layers(backend: Any) -> Any:
                 own.compilation_config.static_forward_context = {name: whole[name] for name in names}
                 spec = replace(kv_cache_spec, num_kv_heads=count, page_size_padded=None)
                 self.builders[count] = inner(spec, names, own, device)
+                # FlashAttention's plan, made ahead, would cost each pass three kernels a number; else a layer makes it.
+                self.builders[count].aot_schedule = False
             self.reorder_batch_threshold = next(iter(self.builders.values())).reorder_batch_threshold
 
         @classmethod

@@ -65,8 +65,9 @@ def test_no_more_sequences_than_states_fit(monkeypatch, tmp_path) -> None:
         file.truncate(300 << 20)
     rest = SimpleNamespace(max_num_seqs=1024, gpu_memory_utilization=0.9, tensor_parallel_size=1)
     parts = dict.fromkeys(("scheduler_config", "cache_config", "parallel_config"), rest)
-    defaults.lower_sequences(SimpleNamespace(**parts, model_config=model))
-    assert rest.max_num_seqs == 15
+    for rest.kv_cache_memory_bytes, fits in ((None, 15), (200 << 20, 5)):
+        defaults.lower_sequences(SimpleNamespace(**parts, model_config=model))
+        assert rest.max_num_seqs == fits
 
 
 def test_no_model_of_text_alone() -> None:

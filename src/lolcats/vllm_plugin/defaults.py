@@ -30,8 +30,9 @@ def lower_sequences(vllm_config: VllmConfig) -> None:
     """Bounds `max_num_seqs` by the blocks that surely fit beside the weights: with fewer vLLM does not start."""
     scheduler, cache, model = vllm_config.scheduler_config, vllm_config.cache_config, vllm_config.model_config
     config, ranks = model.hf_config, vllm_config.parallel_config.tensor_parallel_size
-    weights = sum(path.stat().st_size for path in Path(model.model).glob("*.safetensors"))
-    memory = 0.9 * cache.gpu_memory_utilization * current_platform.get_device_total_memory() - weights / ranks
+    if (memory := cache.kv_cache_memory_bytes) is None:
+        weights = sum(path.stat().st_size for path in Path(model.model).glob("*.safetensors"))
+        memory = 0.9 * cache.gpu_memory_utilization * current_platform.get_device_total_memory() - weights / ranks
     block = 1.05 * block_bytes(config, model.dtype, ranks)  # vLLM pads pages
     if scheduler.max_num_seqs > (fits := max(int(memory / block), 1)):
         logger.warning("max_num_seqs=%d, not %d: a block has %d MiB", fits, scheduler.max_num_seqs, block / 2**20)

@@ -63,6 +63,8 @@ def run(output: Path, model_folder: Path, console: Console) -> dict[str, Any]:
     quiet_loading_bars()
     report = linearize(config, output, resume=True, console=console)
     console.print(_side_by_side(config, output))
+    own, softmax = (report["cache"][name] / 2**20 for name in ("bytes", "softmax_bytes"))
+    console.print(f"cache at 8192 tokens: {own:.1f} MiB, not {softmax:.0f}. All heads are linear: the gist, no facts")
     console.print(f"{time.monotonic() - started:.0f} s. Try: {sys.executable} -m lolcats chat {output}", soft_wrap=True)
     return report
 

@@ -106,12 +106,15 @@ class Run:
         source = locate(config.model)
         if self.sharded and config.model.load_in_4bit:
             raise UserError("model.load_in_4bit needs the whole model in every process; set parallel.shard=off")
-        written = [source.path for stage in ("transfer", "adjust") for source in config.data_of(stage).written_sources]
-        if written and (self.sharded or self.in_blocks):
-            raise UserError(
-                f"{written[0]}: a model that is sharded, or read block by block, cannot write its own data; give data"
-                " (--data), such as the rows.jsonl that a machine which holds the model wrote"
-            )
+        for data in map(config.data_of, ("transfer", "adjust")):
+            for own in data.written_sources:
+                if self.sharded or self.in_blocks:
+                    raise UserError(
+                        f"{own.path}: a model that is sharded, or read block by block, cannot write its own data;"
+                        " give data (--data), such as the rows.jsonl that a machine which holds the model wrote"
+                    )
+                if own.max_rows is not None and own.max_rows <= data.held_out(own):
+                    raise UserError(f"{own.path}: max_rows leaves none to train on: lower data.validation_rows")
         length, window = config.data_of("transfer").sequence_length, config.attention.capacity
         if "transfer" in self.sections and config.attention.has_both_parts and length <= window:
             longer = f"data.sequence_length above {window}, or "

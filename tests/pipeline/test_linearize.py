@@ -163,6 +163,7 @@ def snapshot(folder):
         ({"model": {"path": "/absent/model"}}, "absent/model"),
         ({"attention": {"window_size": 999}}, r"window of up to 1998 keys.*: set a smaller .*--window-size"),
         ({"attention": {"window_size": 32}}, r"window of up to 64 keys.*: set data.sequence_length above 64, or"),
+        ({"data": {"sources": [{"path": "self", "max_rows": 2}], "validation_rows": 2}}, "max_rows leaves none"),
         (
             {"transfer": {"block_mode": "streaming", "block_layers": 1}, "adjust": {"lora_rank": 1000}},
             "lora_rank=1000",

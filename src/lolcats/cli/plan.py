@@ -13,9 +13,7 @@ from lolcats.recipes import DEFAULT, load_recipe
 
 @config_options()
 def plan(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, folder, config.json, or a name such as llama3-70b.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="Hub id, folder, config.json; llama3-8b, -70b, -405b.")] = None,
     recipe: Recipe = None,
     gpus: Annotated[int | None, typer.Option(min=1, max=8, help="How many; without it one, or else 8.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB of a GPU; without it 24, 48, 80, 141.")] = None,

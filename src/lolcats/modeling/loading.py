@@ -151,7 +151,7 @@ def _resolve(section: ModelSection) -> str:
         raise UserError(f"{path} is a file; pass a Hugging Face model folder")
     if not os.path.isdir(path):
         if path.startswith(".") or os.path.isabs(path) or path.count("/") > 1:
-            raise UserError(f"model folder not found: {path}")
+            raise UserError(f"model folder not found: {path}; pass one with config.json, or a hub id (OWNER/NAME)")
     elif not any((Path(path) / name).is_file() for name in ("config.json", ADAPTER_CONFIG_NAME)):
         hint = "; docs/models.md says how to make one of a GGUF file" if any(Path(path).glob("*.gguf")) else ""
         raise UserError(f"{path} has no config.json, so that it is not a Hugging Face model folder{hint}")

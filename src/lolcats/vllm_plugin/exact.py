@@ -33,8 +33,7 @@ def _for_whole_layers(backend: Any) -> Any:
                 own.compilation_config.static_forward_context = {name: whole[name] for name in names}
                 spec = replace(kv_cache_spec, num_kv_heads=count, page_size_padded=None)
                 self.builders[count] = inner(spec, names, own, device)
-                # FlashAttention's plan, made ahead, would cost each pass three kernels a number; else a layer makes it.
-                self.builders[count].aot_schedule = False
+                self.builders[count].aot_schedule = False  # FlashAttention's plan: in each layer, not before each pass
             self.reorder_batch_threshold = next(iter(self.builders.values())).reorder_batch_threshold
 
         @classmethod
@@ -73,9 +72,8 @@ class ExactHeads(nn.Module):
         # Ranks may have other heads, but share names. vLLM wants no number in them but the layer's.
         self.prefix = f"{softmax.layer_name}.exact"
         self.whole = unregistered(self._attention(softmax, len(heads), self.prefix, backend))
-        names = [f"{self.prefix}_{place}" for place in range(len(heads))]
-        backend = _for_whole_layers(backend)
-        keys: list[Any] = [self._attention(softmax, 1, name, backend) for name in names]
+        single = _for_whole_layers(backend)
+        keys: list[Any] = [self._attention(softmax, 1, f"{self.prefix}_{i}", single) for i in range(len(heads))]
         for head in keys:
             head.whole = (self.whole,)  # not a submodule
         self.keys: Any = nn.ModuleList(keys)

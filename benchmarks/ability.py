@@ -67,8 +67,8 @@ class Answers:
 
     def __init__(self, model: Any, tokenizer: Any, slots: int, max_length: int, bits: int | None) -> None:
         self.model, self.tokenizer, self.slots, self.bits = model, tokenizer, slots, bits
-        if bits is None:
-            self.engine = Engine(model, tokenizer, max_slots=slots, max_length=max_length, prefill_chunk=4096)
+        limits: Any = {"max_slots": slots, "max_length": max_length, "prefill_chunk": 4096}
+        self.engine = Engine(model, tokenizer, **limits) if bits is None else None
 
     def chat(self, message: str, begin: str = "", turns: list[tuple[str, str]] | None = None) -> list[int]:
         """Tokens of a conversation: earlier turns, a user's message and the beginning of the answer."""
@@ -80,7 +80,7 @@ class Answers:
         return list(self.tokenizer(text + begin, add_special_tokens=False)["input_ids"])
 
     def __call__(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
-        if self.bits is None:
+        if self.engine is not None:
             return list(self.engine.generate(prompts, SamplingParams(max_new_tokens=tokens, **params)))
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         found: dict[int, Any] = {}
@@ -112,7 +112,7 @@ class Answers:
         return results
 
     def shutdown(self) -> None:
-        if self.bits is None:
+        if self.engine is not None:
             self.engine.shutdown()
 
 
@@ -120,7 +120,7 @@ class Served(Answers):
     """Greedy answers of a server with OpenAI's completions, `lolcats serve` or vLLM's; without log-probabilities."""
 
     def __init__(self, url: str, tokenizer: Any, clients: int) -> None:
-        self.url, self.tokenizer, self.clients = url, tokenizer, clients
+        self.url, self.tokenizer, self.clients, self.engine = url, tokenizer, clients, None
 
     def __call__(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
         def answer(prompt: list[int]) -> Any:
@@ -131,6 +131,26 @@ class Served(Answers):
 
         with ThreadPoolExecutor(self.clients) as pool:
             return list(pool.map(answer, prompts))
+
+
+class Prompted:
+    """In the place of a model, what vLLM says of a prompt: logits of the likeliest and the next token, others alike."""
+
+    device = "cpu"
+
+    def __init__(self, served: Served) -> None:
+        self.served, self.vocabulary = served, len(served.tokenizer)
+
+    def __call__(self, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int) -> Any:
+        answers = self.served(input_ids.tolist(), 1, prompt_logprobs=1)
+        logits_BKV = torch.zeros(len(answers), logits_to_keep, self.vocabulary)
+        for logits_KV, answer in zip(logits_BKV, answers, strict=True):  # the last token's successor is not known
+            for logits_V, next_token in zip(logits_KV, answer.prompt_logprobs[1 - logits_to_keep :], strict=False):
+                known = {int(token): entry["logprob"] for token, entry in next_token.items()}
+                rest = 1 - sum(map(math.exp, known.values()))
+                logits_V.fill_(math.log(max(rest, 1e-9) / (self.vocabulary - len(known))))
+                logits_V[list(known)] = torch.tensor(list(known.values()))
+        return SimpleNamespace(logits=logits_BKV)
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
@@ -221,20 +241,11 @@ def mmlu(answers: Answers, folder: Path, count: int) -> dict[str, float]:
     return share([place == row["answer"] for place, row in zip(picked, tasks, strict=True)])
 
 
-def ifeval(answers: Answers, folder: Path, count: int) -> dict[str, float]:
-    """Prompts of which all instructions are followed, by lm-eval's strict check."""
-    from lm_eval.tasks.ifeval.utils import process_results
-
-    tasks = rows(folder, "ifeval", "train")[:count]
-    results = answers([answers.chat(row["prompt"]) for row in tasks], 1280)
-    found = [process_results(row, [result.text]) for row, result in zip(tasks, results, strict=True)]
-    return share([each["prompt_level_strict_acc"] for each in found])
-
-
 def long_answers(answers: Answers, count: int) -> dict[str, float]:
-    """Up to 2048 tokens: of the answers that pass LONG tokens, those that do not repeat themselves from there on."""
+    """Four samples of up to 2048 tokens: of those that pass LONG tokens, the share that then does not repeat itself."""
     prompts = [answers.chat(form.format(place)) for place in PLACES.split(", ") for form in FORMS][:count]
-    given = [result.token_ids for result in answers(prompts, 2048)]
+    sampled = {"temperature": 0.7, "top_p": 0.8}
+    given = [result.token_ids for seed in range(4) for result in answers(prompts, 2048, seed=seed, **sampled)]
     tails = [answers.tokenizer.decode(ids[LONG:]).encode() for ids in given if len(ids) > LONG]
     found = share([len(tail) <= MOST_COMPRESSED * len(zlib.compress(tail)) for tail in tails])
     return found | {"mean_tokens": sum(map(len, given)) / len(given)}
@@ -262,18 +273,19 @@ def text_perplexity(model: Any, tokenizer: Any, folder: Path, length: int, token
 
 
 def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
-    if options.server:  # of the model at `path`
-        served = Served(options.server, AutoTokenizer.from_pretrained(path), options.slots)
-        programs = humaneval(served, options.data, 0, options.programs)
-        return {"model": path, "humaneval": programs, "gsm8k": gsm8k(served, options.data, 0, options.questions)}
-    model, tokenizer = load_model(path)
     bits: int | None = options.cache_bits
-    wrapped: Any = model if bits or isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
-    reach = int(getattr(model.config.get_text_config(), "max_position_embeddings", 8192))
     found: dict[str, Any] = {"model": path, "cache_bits": bits}
-    if not bits:
-        sizes = {f"{n}": cache_bytes(wrapped.config, n, model.dtype) / 2**20 for n in (1024, 8192, 32768)}
-        found |= {"exact_heads": wrapped.config.exact_heads, "cache_mib": sizes}
+    wrapped: Any
+    served = Served(options.server, AutoTokenizer.from_pretrained(path), options.slots) if options.server else None
+    if served:  # the model at `path`
+        wrapped, tokenizer, reach = Prompted(served), served.tokenizer, max(options.lengths)
+    else:
+        model, tokenizer = load_model(path)
+        wrapped = model if bits or isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
+        reach = int(getattr(model.config.get_text_config(), "max_position_embeddings", 8192))
+        if not bits:
+            sizes = {f"{n}": cache_bytes(wrapped.config, n, model.dtype) / 2**20 for n in (1024, 8192, 32768)}
+            found |= {"exact_heads": wrapped.config.exact_heads, "cache_mib": sizes}
     seconds: dict[str, float] = {}
     folder: Path = options.data
     most = max(options.before, default=0) + 2048
@@ -297,16 +309,14 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     kinds = ("needle", "needles")
     settings = {"kinds": kinds, "lengths": lengths, "samples": options.recall, "haystack": haystack}
     timed("recall", recall_accuracy, wrapped, tokenizer, **settings)
-    answers = Answers(wrapped, tokenizer, options.slots, 4096, bits)
+    answers = served or Answers(wrapped, tokenizer, options.slots, 4096, bits)
     timed("humaneval", humaneval, answers, folder, 0, options.programs)
     timed("gsm8k", gsm8k, answers, folder, 0, options.questions)
     timed("gsm8k_8shot", gsm8k, answers, folder, 8, options.questions)
     timed("mmlu", mmlu, answers, folder, options.mmlu)
     timed("long", long_answers, answers, options.questions)
-    if (folder / "ifeval").is_dir():
-        timed("ifeval", ifeval, answers, folder, options.questions)
     answers.shutdown()
-    answers = Answers(wrapped, tokenizer, options.long_slots, max(most, 12288), bits)
+    answers = served or Answers(wrapped, tokenizer, options.long_slots, max(most, 12288), bits)
     timed("labels_120shot", labels, answers, folder, 120, options.labels)
     timed("gsm8k_32shot", gsm8k, answers, folder, 32, options.questions)
     for before in options.before:
@@ -321,7 +331,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True, help="results, written after each model")
     parser.add_argument("--only", default="", help="measures whose names begin as this regular expression says")
-    parser.add_argument("--server", help="address of a running server of the model: HumanEval and GSM8K by it")
+    parser.add_argument("--server", help="address of a running server of the model (vLLM's, for recall and perplexity)")
     parser.add_argument("--cache-bits", type=int, help="4, 8: of a softmax model's keys and values (hqq)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--before", type=int, nargs="*", default=[1024, 4096])

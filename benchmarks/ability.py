@@ -143,14 +143,14 @@ class Prompted:
 
     def __call__(self, input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int) -> Any:
         answers = self.served(input_ids.tolist(), 1, prompt_logprobs=1)
-        logits_BKV = torch.zeros(len(answers), logits_to_keep, self.vocabulary)
-        for logits_KV, answer in zip(logits_BKV, answers, strict=True):  # the last token's successor is not known
-            for logits_V, next_token in zip(logits_KV, answer.prompt_logprobs[1 - logits_to_keep :], strict=False):
-                known = {int(token): entry["logprob"] for token, entry in next_token.items()}
-                rest = 1 - sum(map(math.exp, known.values()))
-                logits_V.fill_(math.log(max(rest, 1e-9) / (self.vocabulary - len(known))))
-                logits_V[list(known)] = torch.tensor(list(known.values()))
-        return SimpleNamespace(logits=logits_BKV)
+        # By place one or two tokens. What follows the last one is not known.
+        places = [[*(row := answer.prompt_logprobs[1 - logits_to_keep :]), row[-1]] for answer in answers]
+        ids_BK2 = torch.tensor([[[int(min(found)), int(max(found))] for found in row] for row in places])
+        scores = [[[found[min(found)]["logprob"], found[max(found)]["logprob"]] for found in row] for row in places]
+        rest = [[1 - sum(math.exp(entry["logprob"]) for entry in found.values()) for found in row] for row in places]
+        rest_BK = torch.tensor(rest).clamp_min(1e-9) / self.vocabulary
+        logits_BKV = rest_BK.log()[..., None].repeat(1, 1, self.vocabulary)
+        return SimpleNamespace(logits=logits_BKV.scatter_(2, ids_BK2, torch.tensor(scores)))
 
 
 # --- programs ------------------------------------------------------------------------------------------------------

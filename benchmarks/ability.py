@@ -3,8 +3,8 @@
     python benchmarks/ability.py MODEL... --data FOLDER --json FILE     (folders or hub ids, linearized or not)
 
 FOLDER has humaneval/test, gsm8k/{test,train}, mmlu/{test,dev}, wikitext2/validation (openai_humaneval, openai/gsm8k,
-cais/mmlu, EleutherAI/wikitext_document_level) and wikitext2/haystack (pages as text) as .jsonl.gz. The engine answers,
-greedily, in the chat template. HumanEval runs the programs that the model writes: use a machine that may be lost.
+cais/mmlu, EleutherAI/wikitext_document_level) and wikitext2/haystack (pages as text) as .jsonl.gz. The engine answers
+in the chat template, greedily but for `long`. HumanEval runs the model's programs: use a machine that may be lost.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Served(Answers):
 
 
 class Prompted:
-    """In the place of a model, what vLLM says of a prompt: logits of the likeliest and the next token, others alike."""
+    """Stands in for a model: vLLM's scores of the likeliest and of the prompt's tokens; others share the rest."""
 
     device = "cpu"
 
@@ -244,11 +244,11 @@ def mmlu(answers: Answers, folder: Path, count: int) -> dict[str, float]:
 def long_answers(answers: Answers, count: int) -> dict[str, float]:
     """Four samples of up to 2048 tokens: of those that pass LONG tokens, the share that then does not repeat itself."""
     prompts = [answers.chat(form.format(place)) for place in PLACES.split(", ") for form in FORMS][:count]
-    sampled = {"temperature": 0.7, "top_p": 0.8}
-    given = [result.token_ids for seed in range(4) for result in answers(prompts, 2048, seed=seed, **sampled)]
+    found = [each for seed in range(4) for each in answers(prompts, 2048, seed=seed, temperature=0.7, top_p=0.8)]
+    given = [answers.tokenizer(each.text, add_special_tokens=False)["input_ids"] for each in found]
     tails = [answers.tokenizer.decode(ids[LONG:]).encode() for ids in given if len(ids) > LONG]
-    found = share([len(tail) <= MOST_COMPRESSED * len(zlib.compress(tail)) for tail in tails])
-    return found | {"mean_tokens": sum(map(len, given)) / len(given)}
+    steady = [len(tail) <= MOST_COMPRESSED * len(zlib.compress(tail)) for tail in tails]
+    return share(steady) | {"mean_tokens": sum(map(len, given)) / len(given)}
 
 
 # --- text ----------------------------------------------------------------------------------------------------------

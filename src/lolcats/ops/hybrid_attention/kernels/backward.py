@@ -339,6 +339,7 @@ def query_gradients(
         dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
         at_sink = None if x.sink_logits is None else x.empty_tiles()
         grads = QueryGradients(grads.dq, dx, phi, x.empty_tiles(x.shape.F), x.empty_tiles(), at_sink)
+    narrow = x.shape.DB * x.q.dtype.itemsize == 128  # 64 dimensions in half precision
     query_gradient_kernel[x.tiles](
         x.inputs,
         rows(dy),
@@ -351,7 +352,7 @@ def query_gradients(
         x.sinks_there,
         shape=x.shape,
         num_warps=4,
-        **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 168}),
+        **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 128 if narrow else 168}),
     )
     return grads
 
@@ -487,7 +488,7 @@ def state_gradients(x: Operands, queries: QueryGradients, dy: Tensor) -> States:
         shape=x.shape,
         FB=max(padded(x.shape.F), 64),
         BD=_COLUMNS,
-        num_warps=4,
+        num_warps=4 if x.wide else 8,
         num_stages=1 if x.wide else 3,
     )
     scan_chunks(x, states, None, reverse=True)
@@ -555,8 +556,8 @@ def key_gradients(
     need_inputs: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dk, dv [B, G, T, D] (None if not needed); dx [B, S, T, P] of the projection (None without a linear part)."""
-    dk = torch.empty_like(x.k) if need_inputs else None
-    dv = torch.empty_like(x.v) if need_inputs else None
+    narrow = x.shape.DB * x.q.dtype.itemsize == 128 and not x.shape.INNER  # no product feeds another in the loop
+    dk, dv = (torch.empty_like(each) if need_inputs else None for each in (x.k, x.v))
     dx = x.k.new_empty(len(x.k), x.state_heads, x.k.shape[2], x.shape.P) if x.shape.F else None
     sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
     for keys, factor, stored, grad in sides[: 2 if need_inputs else 1]:
@@ -573,8 +574,8 @@ def key_gradients(
             *x.counts,
             KEYS=keys,
             shape=x.shape,
-            num_warps=4,
-            **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 168}),
+            num_warps=8 if narrow else 4,
+            **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 128 if narrow else 168}),
         )
     return dk, dv, dx
 
@@ -787,7 +788,6 @@ def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Te
     """Gradients of sink_k and sink_v, in their shapes and types. Every query of a sequence sees the sinks, so programs
     add up shares of the queries."""
     assert x.sink_k is not None
-    assert x.sink_v is not None
     tiles = cdiv(x.q.shape[2], STATE_CHUNK)
     sequences, kv_heads, there, head_dim = x.sink_k.shape
     splits = max(min(cdiv(_SINK_PROGRAMS, sequences * kv_heads), tiles), 1)
@@ -806,10 +806,10 @@ def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Te
         splits,
         shape=x.shape,
         num_warps=4,
-        num_stages=1,
+        num_stages=1 if x.wide else 2,
     )
     d_sink_k, d_sink_v = (share[:, :, :, :there].sum(0) for share in (d_sink_k, d_sink_v))
-    return d_sink_k.to(x.sink_k.dtype), d_sink_v.to(x.sink_v.dtype)
+    return d_sink_k.to(x.sink_k.dtype), d_sink_v.to(x.v.dtype)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -34,8 +34,8 @@ from lolcats.provenance import provenance
 PORT = 8123
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 NAMES = ("clients", "shared_tokens", "prompt_tokens", "new_tokens", "requests")
-ROWS = ((1, 0, 1024, 512, 4), (64, 0, 8192, 512, 64), (256, 0, 1024, 2048, 256), (256, 0, 1024, 8192, 256))
-ROWS += ((16, 0, 1024, 512, 32), (64, 0, 1024, 512, 64), (64, 0, 32000, 512, 64), (64, 32000, 128, 256, 64))
+ROWS = ((1, 0, 1024, 512, 4), (16, 0, 1024, 512, 32), (64, 0, 1024, 512, 64), (256, 0, 1024, 512, 256))
+ROWS += ((256, 0, 1024, 8192, 256), (64, 0, 8192, 512, 64), (64, 0, 32000, 512, 64), (64, 32000, 128, 256, 64))
 SHOWN = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "completed")
 
 

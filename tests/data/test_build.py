@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,11 @@ def test_cache_hit_needs_no_reading(tokenizer, write_rows, reads, cache_root: Pa
         assert np.array_equal(one.input_ids, other.input_ids)
     (file,) = cache_root.glob("packed-*")
     file.write_bytes(file.read_bytes()[:-4])
+    (cache_root / ".unfinished-x").mkdir()  # by a process that was killed
+    os.utime(cache_root / ".unfinished-x", (0, 0))
     make(config, tokenizer)
     assert len(reads) == 4
+    assert not (cache_root / ".unfinished-x").exists()
     assert [name.suffix for name in cache_root.glob("*packed*")] == [".safetensors"]
 
 

@@ -157,6 +157,12 @@ def test_tables(tmp_path: Path, name: str) -> None:
     assert [row["n"] for row in rows] == ["1", None, "3"]
 
 
+def test_rows_with_more_commas_than_columns_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("instruction,output\n" + "a,b, c\n" * 3)
+    with pytest.raises(UserError, match="ParserWarning"):
+        read(tmp_path / "a.csv")
+
+
 def test_columns_may_come_late_and_be_of_any_type(tmp_path: Path, write_rows) -> None:
     """What Arrow would refuse with types from the first 10 MB."""
     rows = [{"text": "x" * 1000, "late": None, "other": n} for n in range(11_000)]

@@ -132,6 +132,8 @@ def test_conversations_of_another_shape_stop_the_run(tokenizer, messages, compla
     [
         (None, [USER], "no assistant message to learn"),
         (None, [USER, {**ASSISTANT, "weight": 0}], "no assistant message to learn"),
+        (None, [USER, {**ASSISTANT, "weight": "0"}], "no assistant message to learn"),
+        (None, [USER, {"role": "assistant", "content": None, "refusal": "no"}], "role 'assistant' without content"),
         (None, [{"role": "user", "content": None}, ASSISTANT], "a message of the role 'user' without content"),
         (None, [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT], "parts of type 'image', not text"),
         (None, [USER, {**ASSISTANT, "reasoning_content": "because"}], "leaves out reasoning_content"),

@@ -6,8 +6,11 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from safetensors.numpy import save_file
 
 from lolcats.data.packed import PackedDataset
 
-DATA_FORMAT = 5  # raise when the same inputs would give other tokens, labels or files
+DATA_FORMAT = 6  # raise when the same inputs would give other tokens, labels or files
 ARRAYS = ("input_ids", "label_mask")
 
 logger = logging.getLogger(__name__)
@@ -77,6 +80,10 @@ def load(file: Path) -> dict[str, PackedDataset]:
 def save(file: Path, splits: dict[str, PackedDataset]) -> None:
     """Write data by split, all or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    for left in file.parent.glob(".unfinished-*"):  # by a process that was killed
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > 86400:
+                shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=file.parent) as folder:
         partial = Path(folder) / file.name
         arrays = {f"{split}/{array}": getattr(data, array) for split, data in splits.items() for array in ARRAYS}

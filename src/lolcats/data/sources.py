@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -93,7 +94,9 @@ def _load(source: DataSource) -> datasets.Dataset:
     elif kind == "json":
         options = {"chunksize": WHOLE_FILE, "encoding": "utf-8-sig"}
     names, folder = [glob.escape(str(file.resolve())) for file in files], str(cache_directory() / "rows")
-    return datasets.load_dataset(kind, data_files=names, split="train", cache_dir=folder, **options)
+    with warnings.catch_warnings():  # pandas would leave out the end of rows with more commas than columns
+        warnings.simplefilter("error", pandas.errors.ParserWarning)
+        return datasets.load_dataset(kind, data_files=names, split="train", cache_dir=folder, **options)
 
 
 def _paragraphs(file: Path) -> Iterator[dict[str, Any]]:

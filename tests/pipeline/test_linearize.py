@@ -210,10 +210,10 @@ def test_killed_in_both_stages_and_resumed_equals_unbroken(run, finished, tmp_pa
         assert torch.equal(resumed[weight], tensor), weight
 
 
-def test_output_folder_is_never_emptied(run, tmp_path):
-    output = tmp_path / "out"
+def test_output_folder_is_never_emptied(run, model_dir, tmp_path):
+    output, own = tmp_path / "out", shutil.copytree(model_dir, tmp_path / "own")
     output.mkdir()
-    (output / "mine.txt").write_text("keep me")
+    (output / "mine.safetensors").write_text("keep me")
     before = snapshot(output)
     with pytest.raises(UserError, match=r"is not empty.*--overwrite"):
         run(output, SHORT)
@@ -222,10 +222,14 @@ def test_output_folder_is_never_emptied(run, tmp_path):
     assert snapshot(output) == before
     run(output, SHORT, overwrite=True)
     run(output, SHORT, overwrite=True)
-    assert (output / "mine.txt").read_text() == "keep me"
+    assert (output / "mine.safetensors").read_text() == "keep me"
     assert (output / "run-old-1").is_dir()
     with pytest.raises(UserError, match="is a file"):
-        run(output / "mine.txt", SHORT)
+        run(output / "mine.safetensors", SHORT)
+    with pytest.raises(UserError, match="within the softmax window of up to 62 keys"):
+        run(tmp_path / "b", {"attention": {"window_size": 1, "sinks": 60}, "data": {"sequence_length": 40}})
+    with pytest.raises(UserError, match="holds the model that would be linearized"):
+        run(own, SHORT, {"model": {"path": str(own)}}, overwrite=True)
 
 
 def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path):

@@ -8,15 +8,26 @@ import pytest
 import torch
 from toy_stage import Killed, ToyStage, copy_weights, equal_weights, folders, kill_at, run
 
+from lolcats.config import ModelSection
 from lolcats.errors import Terminated
 from lolcats.training import loop
 from lolcats.training.checkpoint import list_checkpoints
+from lolcats.training.run_folder import weights_hash
 from lolcats.training.stage import weights_of
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def toy(request):
     return partial(ToyStage, per_block=True, dropout=0.3, device=request.param)
+
+
+def test_a_changed_byte_makes_other_weights(model_dir, tmp_path):
+    section = ModelSection(path=str(shutil.copytree(model_dir, tmp_path / "model")))
+    before, file = weights_hash(section), tmp_path / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert weights_hash(section) != before
 
 
 def comparable(result):

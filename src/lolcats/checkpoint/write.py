@@ -27,7 +27,6 @@ from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
 from lolcats.data.templates import end_of_turn
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.remote_code import PATTERNS as CODE_FILES
 from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
 from lolcats.parallel.group import Group
 from lolcats.report import REPORT_FILE
@@ -186,7 +185,7 @@ def _swap(staging: Path, output: Path) -> None:
     config.json is the first to go and the last to come, so that nobody loads half of each.
     """
     (output / "config.json").unlink(missing_ok=True)
-    for pattern in ("*.safetensors", "*.safetensors.index.json", *CODE_FILES):
+    for pattern in ("model*.safetensors", "model*.safetensors.index.json"):
         for old in output.glob(pattern):
             old.unlink()
     new = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]

@@ -59,6 +59,10 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
         raise UserError("--resume continues a run and --overwrite begins again; choose one of them")
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose a folder for --output")
+    if output.exists() and Path(str(config.model.path)).exists() and output.samefile(str(config.model.path)):
+        raise UserError(
+            f"{output} holds the model that would be linearized, which stays as it is: choose another --output"
+        )
     saved = output / "run" / "config.yaml"
     if resume and saved.exists():
         refuse_changes(saved, config_fingerprint(LinearizeConfig.from_yaml(saved)), config_fingerprint(config))
@@ -106,13 +110,14 @@ def identity(config: LinearizeConfig, *stages: str, weights: str, validation: Pa
 
 
 def weights_hash(section: ModelSection) -> str:
-    """Hash of a checkpoint's name and revision and of its files' names, sizes, first and last MiB."""
+    """Hash of a checkpoint's name, revision and files: names, sizes and contents, of large ones 4 KiB of each MiB."""
     digest = hashlib.sha256(json.dumps([section.path, section.revision]).encode())
     folder = checkpoint_folder(str(section.path), section.revision)
     for file in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES):
         with file.open("rb") as stream:
             size = file.stat().st_size
-            digest.update(f"{file.name}:{size}".encode() + stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read())
+            digest.update(f"{file.name}:{size}".encode())
+            for begin in range(0, size, 1 << (20 if size > 1 << 26 else 12)):
+                stream.seek(begin)
+                digest.update(stream.read(1 << 12))
     return digest.hexdigest()

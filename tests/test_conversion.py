@@ -397,7 +397,7 @@ def test_a_folder_with_an_adapter_is_refused_until_it_is_merged(model_dir, tmp_p
     torch.testing.assert_close(found(tokens).logits, adapted.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("change", ["missing", "shape", "linearized"])
+@pytest.mark.parametrize("change", ["missing", "shape", "linearized", "cut"])
 def test_incomplete_checkpoints_are_refused(model_dir, tmp_path, change):
     folder, name = shutil.copytree(model_dir, tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
     if change == "linearized":
@@ -408,8 +408,19 @@ def test_incomplete_checkpoints_are_refused(model_dir, tmp_path, change):
     save_file(
         tensors | ({name: tensor[1:]} if change == "shape" else {}), folder / "model.safetensors", {"format": "pt"}
     )
-    with pytest.raises(UserError, match="up_proj.weight" if change != "linearized" else re.escape(name)):
+    if change == "cut":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    complaint = {"linearized": re.escape(name), "cut": "cannot load .*header"}.get(change, "up_proj.weight")
+    with pytest.raises(UserError, match=complaint):
         load_model(folder, device="cpu")
+
+
+def test_tensors_of_no_part_of_the_model_are_named(model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
+    with pytest.warns(UserWarning, match=r"9 tensors belong to no part of the model: model\.layers\.1"):
+        load_base_model(ModelSection(path=str(folder), device="cpu"))
 
 
 def test_tied_and_ignored_tensors_may_be_absent(model_dir, tmp_path):

@@ -23,6 +23,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_NAME
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.decoder import longrope_border
 from lolcats.modeling.loading import Source, locate
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import AttentionLayer, probe
@@ -110,14 +111,12 @@ def _config_of(
     exact: dict[int, tuple[int, ...]],
     sliding: Literal["keep", "linearize"],
 ) -> LolcatsConfig:
-    config = LolcatsConfig(
+    return LolcatsConfig(  # without a name: trainers that load a model of their own by it would take the base model
         text_config=copy.deepcopy(base_model.config),  # the new configuration changes its attention
         attention=replace(attention, sliding_layers=sliding),
         layer_heads=[replace(heads, exact=exact[heads.index]) for heads, *_ in layers],
         dtype=base_model.dtype,
     )
-    config.name_or_path = base_model.name_or_path
-    return config
 
 
 def positions_of(base: PreTrainedModel | Source) -> int:
@@ -145,7 +144,7 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
             f" {_name(base)} attend within; choose at most {chunk}"
         )
     # With longrope, one position beyond the border changes the factors of the whole micro-batch.
-    border = _longrope_border(config) or positions
+    border = longrope_border(config) or positions
     room = border - length if length <= border else room
     if offset == "auto":
         offset = min(AUTO_OFFSET * length, room)
@@ -182,19 +181,11 @@ def covered_positions(stages: Mapping[str, DataSection], base: PreTrainedModel) 
     if positions == sys.maxsize:
         return f"{sentence}; the model names no limit"
     sentence += f", of the model's {positions}"
-    if border := _longrope_border(base.config.get_text_config()):
+    if border := longrope_border(base.config.get_text_config()):
         sentence += f" (longrope: {border} with the same factors, which no position is moved across)"
     if max(covered.values(), default=positions) >= positions:
         return sentence
     return f"{sentence}; what lies beyond is left to how it generalises (--sequence-length, data.position_offset)"
-
-
-def _longrope_border(config: Any) -> int | None:
-    """The position from which a batch that reaches it is rotated by other factors; None: there is none."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
-    borders = [kind.get("original_max_position_embeddings") for kind in kinds]
-    return min((border for border in borders if border), default=None)
 
 
 def _has_sliding_layers(config: Any) -> bool:

@@ -110,7 +110,7 @@ def test_bad_prompts_and_lengths_are_refused_at_once(kit, make_engine):
         engine.submit([1], SamplingParams(stop_token_ids=[999]))
     hybrid = kit.make_model(attention={"exact": [0]})
     engine = make_engine(hybrid, max_length=20)
-    with pytest.raises(ValueError, match=r"more than the 20 .* has exact heads"):
+    with pytest.raises(ValueError, match=r"more than the 20 .*of exact heads"):
         engine.submit([1] * 15, SamplingParams(max_new_tokens=6))
     assert engine.generate([[1] * 15], SamplingParams(max_new_tokens=5))[0].finish_reason in ("length", "stop")
     assert not engine.busy
@@ -248,3 +248,13 @@ def test_a_broken_engine_and_a_shutdown_leave_nobody_waiting(make_engine, monkey
     assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 3
     assert [bool(handle.result().token_ids) for handle in handles] == [True, False, False]
     assert slots_are_free(engine)
+
+
+def test_longrope_is_rotated_by_its_first_factors_alone(make_engine, kit):
+    """transformers chooses them by the longest row of a pass, which may be a neighbour's."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = kit.make_model("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    with pytest.raises(ValueError, match="more than the 32"):
+        make_engine(model).submit([1] * 30, SamplingParams(max_new_tokens=3))
+    with pytest.raises(ValueError, match="max_length=33: beyond 32"):
+        make_engine(model, max_length=33)

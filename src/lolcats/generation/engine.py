@@ -119,8 +119,8 @@ class Engine:
         if limit is not None and len(tokens) + new > limit:
             raise ValueError(
                 f"{len(tokens)} prompt tokens and {new} new ones are more than the {limit} that a sequence of this"
-                " engine may have, because the model has exact heads; shorten the prompt, lower max_new_tokens, or make"
-                " the engine with a larger max_length"
+                " engine may have (of exact heads, or of longrope's first factors); shorten the prompt, lower"
+                " max_new_tokens, or make the engine with a larger max_length"
             )
         request = Request(
             tokens,

@@ -187,14 +187,14 @@ def _without_padding(config: Any, kwargs: dict[str, Any], past: int, batch: int,
     if not isinstance(given, Tensor) or given.dim() != 2:
         raise ValueError(_OWN_MASK)
     mask = given[:, : past + tokens].bool()
+    if mask.shape != (batch, past + tokens):
+        raise ValueError(
+            f"attention_mask is {list(given.shape)}, expected {[batch, past + tokens]}: it must cover the cached tokens"
+        )
     if kwargs.get("position_ids") is None:
         kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
     if bool(mask.all()):
         return kwargs
-    if mask.shape[1] < past + tokens:
-        raise ValueError(
-            f"attention_mask has {mask.shape[1]} columns for {past + tokens} tokens: it must cover the cached tokens"
-        )
     call, past_B, real_BT = kwargs[ATTENTION_CALL], mask[:, :past].sum(1), mask[:, past:]
     if tokens == 1 and bool(real_BT.all()):
         return kwargs | {ATTENTION_CALL: replace(call, rows=replace(call.rows, past_B=past_B))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -109,13 +111,17 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
             f"cannot load the weights of {path}: {error}\nOnly safetensors are read, because loading"
             " pickled weights can run code; convert older checkpoints with transformers' save_pretrained"
         ) from error
-    except (ImportError, ValueError, RuntimeError) as error:
+    except (ImportError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"cannot load {path}: {error}") from error
     model, info = loaded
     if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):  # drawn at random
         raise UserError(
             f"{path} is incomplete: of the model's tensors {len(wrong)} are missing or have another shape:"
             f" {', '.join(wrong[:5])}. Download it again, or check that config.json belongs to the weights"
+        )
+    if not tower and (extra := sorted(info["unexpected_keys"])):
+        warnings.warn(
+            f"{path}: {len(extra)} tensors belong to no part of the model: {', '.join(extra[:5])}", stacklevel=2
         )
     if tower:
         model._weight_conversions = None  # a text model is saved under its own names

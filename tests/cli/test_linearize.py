@@ -12,7 +12,7 @@ from lolcats.errors import Terminated, UserError
 def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
     words = (
         *("linearize", "some/model", "--data", "a.jsonl,weight=3", "--data", "b.txt", "--linear-length-cap", "0"),
-        *("--window-size", 16, "--exact", "0-2,5.1,7", "--set", "attention.feature_map=null"),
+        *("--window-size", 16, "--exact", "0-2,5.1", "--exact", 7, "--set", "attention.feature_map=null"),
         *("--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-transfer", "--set", "adjust.distill_factor=0.25"),
         *("--trust-remote-code", "--max-tokens", 9000, "--set", "adjust.lr=0.5"),
     )

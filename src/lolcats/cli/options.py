@@ -256,6 +256,8 @@ def _with_options(
     def run(**arguments: Any) -> Any:
         texts = {option.name: arguments.pop(option.name) for option in options}
         given = {name: text for name, text in texts.items() if text not in (None, [])}
+        if "exact" in given:
+            given["exact"] = ",".join(given["exact"])
         if "linear_length_cap" in given:
             given["linear_length_cap"] = yaml.safe_load(given["linear_length_cap"])  # a number, or "auto"
         return command(**arguments, **{argument: collect(given)})
@@ -282,7 +284,7 @@ def _option(name: str, kind: Any, meaning: str, **details: Any) -> inspect.Param
     flag = "--" + name.replace("_", "-")
     alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     kinds = [part for part in alternatives if part is not type(None)]
-    taken: Any = str
+    taken: Any = list[str] if name == "exact" else str
     if name in _METAVARS:
         details["metavar"] = _METAVARS[name]
     elif kinds == [bool]:

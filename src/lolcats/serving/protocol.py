@@ -117,6 +117,8 @@ class OpenAIRequest(CommonParams):
 def _prompts(value: Any) -> Any:
     """Each prompt, as text or token ids."""
     prompts = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+    if len(prompts) > 2048:  # as of messages
+        raise ValueError(f"expected up to 2048 prompts, got {len(prompts)}")
     for item in prompts:
         if not isinstance(item, str) and not (isinstance(item, list) and item and all(type(x) is int for x in item)):
             raise ValueError("expected text, a list of texts, token ids or lists of these")

@@ -210,6 +210,7 @@ class Service:
         try:
             if isinstance(request, ChatRequest):
                 text = chat_text(self.engine.tokenizer, [message.for_template() for message in request.messages])
+                self._new_tokens(len(text) // self._longest_token, None)  # before tokenizing what would take long
                 return [self.engine.encode(text, special=False)]
             assert isinstance(request, CompletionRequest)
             for prompt in request.prompt:  # reject before tokenizing what would take long

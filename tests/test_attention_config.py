@@ -55,6 +55,8 @@ def test_a_setting_goes_from_the_recipe_into_the_saved_model_and_to_its_layers(n
 
 def test_settings_can_be_overridden_on_loading(model_dir, tmp_path):
     convert(AutoModelForCausalLM.from_pretrained(model_dir), AttentionConfig(sinks=2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layer_heads say which"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attention={"exact": ["0"]})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attention={"linear_length_cap": 4})
     assert (loaded.config.attention.linear_length_cap, loaded.config.attention.sinks) == (4, 2)
     assert {module.config for _, module in loaded.linear_layers()} == {loaded.config.attention}

@@ -251,7 +251,6 @@ def test_a_broken_engine_and_a_shutdown_leave_nobody_waiting(make_engine, monkey
 
 
 def test_longrope_is_rotated_by_its_first_factors_alone(make_engine, kit):
-    """transformers chooses them by the longest row of a pass, which may be a neighbour's."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     model = kit.make_model("phi3", rope_parameters=rope, original_max_position_embeddings=32)
     with pytest.raises(ValueError, match="more than the 32"):

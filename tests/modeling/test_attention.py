@@ -60,9 +60,9 @@ def test_masks_that_linear_attention_cannot_express_are_refused(make_linear, kit
         softmax_layer(input_ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).tril())
     _, cache = kit.in_pieces(softmax_layer, input_ids, [6])
     for columns in (1, 6):  # padding, and none
-        with pytest.raises(ValueError, match=rf"is \[1, {columns}\], expected \[2, 6\]"):
+        with pytest.raises(ValueError, match=rf"is \[1, {columns}\], not \[2, 6\]"):
             model(kit.tokens(2, 6), attention_mask=torch.ones(1, columns).long())
-    with pytest.raises(ValueError, match="must cover the cached tokens"):
+    with pytest.raises(ValueError, match="of cached tokens too"):
         softmax_layer(input_ids[:, :1], attention_mask=torch.zeros(1, 1).long(), past_key_values=cache)
 
 

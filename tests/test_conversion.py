@@ -415,11 +415,16 @@ def test_incomplete_checkpoints_are_refused(model_dir, tmp_path, change):
         load_model(folder, device="cpu")
 
 
+def test_a_converted_model_has_no_name(model_dir):
+    """Trainers that load a reference by it would take the softmax model."""
+    assert convert(AutoModelForCausalLM.from_pretrained(model_dir), AttentionConfig()).config.name_or_path == ""
+
+
 def test_tensors_of_no_part_of_the_model_are_named(model_dir, tmp_path):
     folder = shutil.copytree(model_dir, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
-    with pytest.warns(UserWarning, match=r"9 tensors belong to no part of the model: model\.layers\.1"):
+    with pytest.warns(UserWarning, match=r"left out 9 tensors of no part of the model: model\.layers\.1"):
         load_base_model(ModelSection(path=str(folder), device="cpu"))
 
 

@@ -123,7 +123,7 @@ class Run:
                 longer = ""  # which the model's positions forbid
             raise UserError(
                 f"stage 1's sequences of {length} tokens lie within the softmax window of up to {window} keys, so that"
-                f" feature maps would learn nothing: set {longer}a smaller attention.window_size (--window-size)"
+                f" feature maps would learn nothing: set {longer}a smaller window (--window-size, --sinks)"
             )
         if (linearized := check_architecture(config.model, config.attention, config.data)) is not None:
             dtype: Any = getattr(torch, config.model.dtype, linearized.dtype)

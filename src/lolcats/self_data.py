@@ -22,7 +22,7 @@ from filelock import FileLock
 from rich.console import Console
 
 from lolcats.config import DataSource, ModelSection
-from lolcats.conversion import keep_softmax, positions_of
+from lolcats.conversion import keep_softmax, longrope_border, positions_of
 from lolcats.data.cache import cache_directory, content_hash
 from lolcats.data.sources import open_source
 from lolcats.errors import UserError
@@ -73,7 +73,7 @@ def _write(
     section: ModelSection, file: Path, count: int, prompts: list[Conversation] | None, seed: int, console: Console
 ) -> dict[str, Any]:
     skeleton, tokenizer = load_skeleton(section)
-    length = min(MAX_LENGTH, positions_of(skeleton))
+    length = min(MAX_LENGTH, positions_of(skeleton), longrope_border(skeleton.config.get_text_config()) or MAX_LENGTH)
     with closing(Progress(console)) as progress:
         sample = engine_sampler(section, length, min(SLOTS, count))
         return write_rows(tokenizer, length, file, count, sample, prompts=prompts, seed=seed, progress=progress)

@@ -159,7 +159,7 @@ def test_tables(tmp_path: Path, name: str) -> None:
 
 def test_rows_with_more_commas_than_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("instruction,output\n" + "a,b, c\n" * 3)
-    with pytest.raises(UserError, match="ParserWarning"):
+    with pytest.raises(UserError, match="more columns than the first line"):
         read(tmp_path / "a.csv")
 
 

@@ -133,6 +133,7 @@ def test_conversations_of_another_shape_stop_the_run(tokenizer, messages, compla
         (None, [USER], "no assistant message to learn"),
         (None, [USER, {**ASSISTANT, "weight": 0}], "no assistant message to learn"),
         (None, [USER, {**ASSISTANT, "weight": "0"}], "no assistant message to learn"),
+        (None, [USER, {**ASSISTANT, "weight": False}], "no assistant message to learn"),
         (None, [USER, {"role": "assistant", "content": None, "refusal": "no"}], "role 'assistant' without content"),
         (None, [{"role": "user", "content": None}, ASSISTANT], "a message of the role 'user' without content"),
         (None, [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT], "parts of type 'image', not text"),
@@ -168,11 +169,18 @@ def test_tools_calls_and_thoughts_are_learnt(new_tokenizer) -> None:
 
 
 def test_turns_of_weight_0_are_read_and_not_learnt(new_tokenizer) -> None:
-    messages = [USER, {"role": "assistant", "content": "bad", "weight": 0}, USER, {**ASSISTANT, "weight": 1}]
+    messages = [USER, {"role": "assistant", "content": None, "weight": 0}, USER]
+    messages += [{"role": "assistant", "content": "bad", "weight": 0}, USER, {**ASSISTANT, "weight": 1}]
     for template in (TOOLS, MARKED):
         (document,) = converse(new_tokenizer(template), messages)
         assert labels([document]) == ["a<|end|>"]
         assert "bad" in document.segments[0][0]
+
+
+def test_the_system_text_of_a_pair_is_read(new_tokenizer) -> None:
+    row = {"instruction": "q", "output": "a", "system": "be kind"}
+    (document,) = templates.records("chat", new_tokenizer(TOOLS))(row)
+    assert "be kind" in document.segments[0][0]
 
 
 def test_labels_are_those_that_the_template_marks(new_tokenizer) -> None:

@@ -228,6 +228,10 @@ def test_output_folder_is_never_emptied(run, model_dir, tmp_path):
         run(output / "mine.safetensors", SHORT)
     with pytest.raises(UserError, match="within the softmax window of up to 62 keys"):
         run(tmp_path / "b", {"attention": {"window_size": 1, "sinks": 60}, "data": {"sequence_length": 40}})
+    (tmp_path / "adapted").mkdir()
+    (tmp_path / "adapted" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter"):
+        run(tmp_path / "adapted", SHORT, overwrite=True)
     with pytest.raises(UserError, match="holds the model that would be linearized"):
         run(own, SHORT, {"model": {"path": str(own)}}, overwrite=True)
 

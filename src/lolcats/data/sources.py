@@ -93,7 +93,7 @@ def _load(source: DataSource) -> datasets.Dataset:
         kind = "csv"
     elif kind == "json":
         options = {"chunksize": WHOLE_FILE, "encoding": "utf-8-sig"}
-    names, folder = [glob.escape(str(file.resolve())) for file in files], str(cache_directory() / "rows")
+    names, folder = [glob.escape(str(file.resolve())) for file in files], str(cache_directory() / "rows-2")
     with warnings.catch_warnings():  # pandas would leave out the end of rows with more commas than columns
         warnings.simplefilter("error", pandas.errors.ParserWarning)
         return datasets.load_dataset(kind, data_files=names, split="train", cache_dir=folder, **options)
@@ -214,6 +214,8 @@ def _explained(source: DataSource) -> Iterator[None]:
         why = f"{type(first).__name__}: {' '.join(str(first).split())[:500]}"
         if isinstance(first, StopIteration):
             why = "it holds no rows"
+        elif isinstance(first, pandas.errors.ParserWarning):
+            why = "rows have more columns than the first line names: quote texts with commas"
         elif isinstance(first, datasets.table.CastError):
             why = "its files differ in their columns: give each as a source of its own"
         if source.path == "demo" or _is_local(source.path):

@@ -94,11 +94,11 @@ def records(form: str, tokenizer: Any = None, column: str = "text", only: bool =
         if form == "chat" and pair is not None:
             asked = "\n\n".join(part for part in pair[:2] if part)
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": pair[2]}]
-            if system := _text(row, "system"):
+            if isinstance(system := row.get("system"), str) and system.strip():
                 messages.insert(0, {"role": "system", "content": system})
         if messages is not None:
             converse = converse or chat(tokenizer)
-            tools: Any = row.get("tools") or row.get("functions")  # definitions, or JSON text of all or of each
+            tools: Any = row.get("tools")  # definitions, or JSON text of all or of each
             tools = _json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
             given = [_json(tool, "tools") if isinstance(tool, str) else _without_none(tool) for tool in tools or ()]
             return converse(messages, given or None)
@@ -174,7 +174,7 @@ def chat(tokenizer: Any) -> Callable[[list[Any], Any], list[Document]]:
         messages = [_message(message, source) for message in messages]
         weights = [message.pop("weight", 1) for message in messages]
         assistants = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = [place for place in assistants if str(weights[place]) not in ("0", "0.0")]
+        turns = [place for place in assistants if not _unlearnt(weights[place])]
         if not turns:
             raise SkippedRow("no assistant message to learn")
         messages = messages[: turns[-1] + 1]  # what follows is never learnt from
@@ -297,7 +297,7 @@ def _message(message: Any, template: str) -> dict[str, Any]:
         content = "".join(parts)
     calls = given.get("tool_calls")
     if content is None:
-        if role != "assistant" or not (calls or any(given.get(name) for name in REASONING)):
+        if role != "assistant" or not (calls or _unlearnt(given.get("weight")) or {*REASONING} & given.keys()):
             raise SkippedRow(f"a message of the role {role!r} without content")
         content = None if calls and "is none" in template else ""
     if not isinstance(content, str | None):
@@ -311,6 +311,10 @@ def _message(message: Any, template: str) -> dict[str, Any]:
         known = [name for name in (own, *REASONING) if re.search(rf"\b{name}\b", template)]
         given[(known or [own])[0]] = given.pop(own)
     return {"role": role, "content": content, **given}
+
+
+def _unlearnt(weight: Any) -> bool:
+    return weight is not None and str(weight) in ("0", "0.0", "-0.0", "False")
 
 
 def _without_none(value: Any) -> Any:

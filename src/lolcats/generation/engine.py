@@ -49,7 +49,7 @@ class Engine:
         max_slots: requests that run at a time; each reserves memory.
         prefill_chunk: most prompt tokens, padding included, that go through the model in a step while answers are
             running; eight times as many while none is.
-        max_length: most tokens of a request, prompt included; only for models with exact heads.
+        max_length: most tokens of a request, prompt included; only for models with exact heads or longrope.
         use_graphs: see `Runner`.
 
     Attributes:
@@ -119,8 +119,8 @@ class Engine:
         if limit is not None and len(tokens) + new > limit:
             raise ValueError(
                 f"{len(tokens)} prompt tokens and {new} new ones are more than the {limit} that a sequence of this"
-                " engine may have (of exact heads, or of longrope's first factors); shorten the prompt, lower"
-                " max_new_tokens, or make the engine with a larger max_length"
+                " engine may have; shorten the prompt, lower max_new_tokens, or, unless longrope limits it, make the"
+                " engine with a larger max_length"
             )
         request = Request(
             tokens,

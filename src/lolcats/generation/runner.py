@@ -257,7 +257,7 @@ class Runner:
             self.max_length = min(self.max_length, limits[1] or self.max_length)
         if border := longrope_border(model.config.get_text_config()):
             if (max_length or 0) > border:
-                raise ValueError(
+                raise UserError(
                     f"max_length={max_length}: beyond {border} (longrope) neighbours would change an answer"
                 )
             self.max_length = min(self.max_length or border, border)

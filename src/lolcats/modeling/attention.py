@@ -188,7 +188,7 @@ def _without_padding(config: Any, kwargs: dict[str, Any], past: int, batch: int,
         raise ValueError(_OWN_MASK)
     mask = given[:, : past + tokens].bool()
     if mask.shape != (batch, past + tokens):
-        raise ValueError(f"attention_mask is {list(given.shape)}, not {[batch, past + tokens]}, of cached tokens too")
+        raise ValueError(f"attention_mask is {list(given.shape)}, not {[batch, past + tokens]} (with cached tokens)")
     if kwargs.get("position_ids") is None:
         kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
     if bool(mask.all()):

@@ -90,7 +90,7 @@ class LolcatsConfig(transformers.PreTrainedConfig):
         """A mapping assigned to `attention` (overrides of from_pretrained and of vLLM) changes these settings alone."""
         if name == "attention" and isinstance(value, dict):
             saved = self.__dict__.get("attention")
-            if isinstance(saved, AttentionConfig) and tuple(value.get("exact", saved.exact)) != saved.exact:
+            if saved is not None and {*map(str, value.get("exact", saved.exact))} != {*map(str, saved.exact)}:
                 raise ValueError(f"attention.exact={value['exact']}: layer_heads say which; see model.set_exact")
             value = replace(saved, **value) if isinstance(saved, AttentionConfig) else AttentionConfig(**value)
         super().__setattr__(name, value)

@@ -121,7 +121,7 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         )
     if not tower and (extra := sorted(info["unexpected_keys"])):
         warnings.warn(
-            f"{path}: {len(extra)} tensors belong to no part of the model: {', '.join(extra[:5])}", stacklevel=2
+            f"{path}: left out {len(extra)} tensors of no part of the model: {', '.join(extra[:5])}", stacklevel=2
         )
     if tower:
         model._weight_conversions = None  # a text model is saved under its own names

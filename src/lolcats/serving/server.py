@@ -226,8 +226,8 @@ class Service:
         room = self.max_length - prompt_tokens
         if room < (wanted or 1):
             message = (
-                f"{prompt_tokens} prompt tokens and {wanted or 1} new ones are more than the {self.max_length} that a"
-                " request may have; shorten the prompt or lower max_tokens"
+                f"{prompt_tokens} or more prompt tokens and {wanted or 1} new ones are more than the {self.max_length}"
+                " that a request may have; shorten the prompt or lower max_tokens"
             )
             raise api_error(400, message, param="prompt", code="context_length_exceeded")
         return wanted or room

@@ -59,6 +59,10 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
         raise UserError("--resume continues a run and --overwrite begins again; choose one of them")
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose a folder for --output")
+    if (output / "adapter_config.json").exists():
+        raise UserError(
+            f"{output} holds an adapter, which would change the model written there: choose another --output"
+        )
     if output.exists() and Path(str(config.model.path)).exists() and output.samefile(str(config.model.path)):
         raise UserError(
             f"{output} holds the model that would be linearized, which stays as it is: choose another --output"
@@ -116,8 +120,8 @@ def weights_hash(section: ModelSection) -> str:
     for file in sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES):
         with file.open("rb") as stream:
             size = file.stat().st_size
-            digest.update(f"{file.name}:{size}".encode())
-            for begin in range(0, size, 1 << (20 if size > 1 << 26 else 12)):
+            digest.update(f"{file.name}:{size}".encode() + stream.read(1 << 20))
+            for begin in (*range(0, size, 1 << (20 if size > 1 << 26 else 12)), max(0, size - (1 << 12))):
                 stream.seek(begin)
                 digest.update(stream.read(1 << 12))
     return digest.hexdigest()

@@ -21,9 +21,8 @@ from lolcats.config import DataSection, LinearizeConfig, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_NAME
-from lolcats.modeling.cache import recurrent_layers
+from lolcats.modeling.cache import longrope_border, recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.decoder import longrope_border
 from lolcats.modeling.loading import Source, locate
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import AttentionLayer, probe
@@ -181,7 +180,7 @@ def covered_positions(stages: Mapping[str, DataSection], base: PreTrainedModel) 
     if positions == sys.maxsize:
         return f"{sentence}; the model names no limit"
     sentence += f", of the model's {positions}"
-    if border := longrope_border(base.config.get_text_config()):
+    if border := longrope_border(base.config):
         sentence += f" (longrope: {border} with the same factors, which no position is moved across)"
     if max(covered.values(), default=positions) >= positions:
         return sentence

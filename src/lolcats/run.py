@@ -115,8 +115,8 @@ class Run:
                     )
                 if own.max_rows is not None and own.max_rows <= data.held_out(own):
                     raise UserError(f"{own.path}: max_rows leaves none to train on: lower data.validation_rows")
-        length, window = config.data_of("transfer").sequence_length, config.attention.capacity
-        window += config.attention.sinks
+        length = config.data_of("transfer").sequence_length
+        window = config.attention.capacity + config.attention.sinks
         if "transfer" in self.sections and config.attention.has_both_parts and length <= window:
             longer = f"data.sequence_length above {window}, or "
             if positions_of(source) <= window:

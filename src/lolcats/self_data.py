@@ -22,13 +22,14 @@ from filelock import FileLock
 from rich.console import Console
 
 from lolcats.config import DataSource, ModelSection
-from lolcats.conversion import keep_softmax, longrope_border, positions_of
+from lolcats.conversion import keep_softmax, positions_of
 from lolcats.data.cache import cache_directory, content_hash
 from lolcats.data.sources import open_source
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.request import Piece, Result, chat_text
 from lolcats.generation.sampling import SamplingParams
+from lolcats.modeling.cache import longrope_border
 from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.report import write_text
 from lolcats.training.progress import Progress
@@ -73,7 +74,7 @@ def _write(
     section: ModelSection, file: Path, count: int, prompts: list[Conversation] | None, seed: int, console: Console
 ) -> dict[str, Any]:
     skeleton, tokenizer = load_skeleton(section)
-    length = min(MAX_LENGTH, positions_of(skeleton), longrope_border(skeleton.config.get_text_config()) or MAX_LENGTH)
+    length = min(MAX_LENGTH, positions_of(skeleton), longrope_border(skeleton.config) or MAX_LENGTH)
     with closing(Progress(console)) as progress:
         sample = engine_sampler(section, length, min(SLOTS, count))
         return write_rows(tokenizer, length, file, count, sample, prompts=prompts, seed=seed, progress=progress)

@@ -232,7 +232,7 @@ def test_output_folder_is_never_emptied(run, model_dir, tmp_path):
     (tmp_path / "adapted" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="holds an adapter"):
         run(tmp_path / "adapted", SHORT, overwrite=True)
-    with pytest.raises(UserError, match="holds the model that would be linearized"):
+    with pytest.raises(UserError, match="holds the model to be linearized"):
         run(own, SHORT, {"model": {"path": str(own)}}, overwrite=True)
 
 

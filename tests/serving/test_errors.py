@@ -43,7 +43,7 @@ BAD = [
     (COMPLETIONS, TEXT | {"x" * 100_000: 1}, "is not supported", None),
     (CHATS, said("", role="king"), "role", "messages.0.role"),
     (CHATS, said(None), "missing content", "messages.0"),
-    (CHATS, said("x" * 100_000), "more than the 1000", "prompt"),
+    (CHATS, said("x" * 100_000), "9092 or more prompt tokens", "prompt"),  # not tokenized
     (CHATS, said([{"type": "image_url", "image_url": {"url": "x"}}]), "the language model alone", None),
     (CHATS, said(["hello"]), "expected text or parts", "messages.0.content"),
     (CHATS, said("", tool_calls=[{"id": "a"}]), "tool_calls is not supported by this server; vLLM's", "messages.0"),

@@ -22,7 +22,7 @@ import pyarrow
 from datasets import data_files
 
 from lolcats.config import DataSource
-from lolcats.data.cache import cache_directory
+from lolcats.data.cache import DATA_FORMAT, cache_directory
 from lolcats.data.templates import CONTINUES, CONVERSATIONS, PAIRS
 from lolcats.errors import UserError
 
@@ -93,7 +93,7 @@ def _load(source: DataSource) -> datasets.Dataset:
         kind = "csv"
     elif kind == "json":
         options = {"chunksize": WHOLE_FILE, "encoding": "utf-8-sig"}
-    names, folder = [glob.escape(str(file.resolve())) for file in files], str(cache_directory() / "rows-2")
+    names, folder = [glob.escape(str(file.resolve())) for file in files], str(cache_directory() / f"rows-{DATA_FORMAT}")
     with warnings.catch_warnings():  # pandas would leave out the end of rows with more commas than columns
         warnings.simplefilter("error", pandas.errors.ParserWarning)
         return datasets.load_dataset(kind, data_files=names, split="train", cache_dir=folder, **options)

@@ -24,8 +24,7 @@ from lolcats.errors import UserError
 from lolcats.evaluation.tasks import flat
 from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
-from lolcats.modeling.cache import recurrent_layers
-from lolcats.modeling.decoder import longrope_border
+from lolcats.modeling.cache import longrope_border, recurrent_layers
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.softmax import any_length
 
@@ -40,8 +39,8 @@ class LolcatsLM(HFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers by the engine, longest sequences first; through `generate()` of a model that it does not run."""
-        other = not isinstance(self.model, LolcatsForCausalLM) or recurrent_layers(self.model.config)
-        if other or longrope_border(self.model.config.get_text_config()):
+        config = self.model.config
+        if not isinstance(self.model, LolcatsForCausalLM) or recurrent_layers(config) or longrope_border(config):
             return super().generate_until(requests, disable_tqdm)
         by_length = defaultdict(list)
         for index, request in enumerate(requests):

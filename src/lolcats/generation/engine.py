@@ -119,8 +119,7 @@ class Engine:
         if limit is not None and len(tokens) + new > limit:
             raise ValueError(
                 f"{len(tokens)} prompt tokens and {new} new ones are more than the {limit} that a sequence of this"
-                " engine may have; shorten the prompt, lower max_new_tokens, or, unless longrope limits it, make the"
-                " engine with a larger max_length"
+                " engine may have; shorten the prompt, lower max_new_tokens, or raise max_length (not with longrope)"
             )
         request = Request(
             tokens,

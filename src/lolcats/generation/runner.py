@@ -22,8 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall
-from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, recurrent_layers
-from lolcats.modeling.decoder import longrope_border
+from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, longrope_border, recurrent_layers
 from lolcats.modeling.fused import CompiledLayers, fused_kernels
 from lolcats.modeling.graphs import Graphs
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -255,7 +254,7 @@ class Runner:
             limits = [getattr(base, name, None) for name in ("max_position_embeddings", "attention_chunk_size")]
             self.max_length = max_length or min(x for x in (*limits, DEFAULT_MAX_LENGTH) if x)
             self.max_length = min(self.max_length, limits[1] or self.max_length)
-        if border := longrope_border(model.config.get_text_config()):
+        if border := longrope_border(model.config):
             if (max_length or 0) > border:
                 raise UserError(
                     f"max_length={max_length}: beyond {border} (longrope) neighbours would change an answer"

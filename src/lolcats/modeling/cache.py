@@ -67,6 +67,14 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
     ]
 
 
+def longrope_border(config: PreTrainedConfig) -> int | None:
+    """The position from which a batch that reaches it is rotated by other factors; None: there is none."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
+    borders = [kind.get("original_max_position_embeddings") for kind in kinds]
+    return min((border for border in borders if border), default=None)
+
+
 @dataclass(frozen=True)
 class Rows:
     """The sequences of a pass, and the rows of a cache to which their tokens are added.

@@ -72,11 +72,3 @@ def embedding_name(model: LolcatsForCausalLM) -> str:
     """Path of the token embedding in the base model."""
     embedding = model.get_input_embeddings()
     return next(name for name, module in model.model.named_modules() if module is embedding)
-
-
-def longrope_border(config: Any) -> int | None:
-    """The position from which a batch that reaches it is rotated by other factors; None: there is none."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
-    borders = [kind.get("original_max_position_embeddings") for kind in kinds]
-    return min((border for border in borders if border), default=None)

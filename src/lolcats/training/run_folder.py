@@ -60,13 +60,10 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose a folder for --output")
     if (output / "adapter_config.json").exists():
-        raise UserError(
-            f"{output} holds an adapter, which would change the model written there: choose another --output"
-        )
-    if output.exists() and Path(str(config.model.path)).exists() and output.samefile(str(config.model.path)):
-        raise UserError(
-            f"{output} holds the model that would be linearized, which stays as it is: choose another --output"
-        )
+        raise UserError(f"{output} holds an adapter, which would change the new model: choose another --output")
+    base = Path(config.model.path or "")
+    if output.exists() and base.exists() and output.samefile(base):
+        raise UserError(f"{output} holds the model to be linearized, which must stay: choose another --output")
     saved = output / "run" / "config.yaml"
     if resume and saved.exists():
         refuse_changes(saved, config_fingerprint(LinearizeConfig.from_yaml(saved)), config_fingerprint(config))

@@ -339,7 +339,6 @@ def query_gradients(
         dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
         at_sink = None if x.sink_logits is None else x.empty_tiles()
         grads = QueryGradients(grads.dq, dx, phi, x.empty_tiles(x.shape.F), x.empty_tiles(), at_sink)
-    narrow = x.shape.DB * x.q.dtype.itemsize == 128  # 64 dimensions in half precision
     query_gradient_kernel[x.tiles](
         x.inputs,
         rows(dy),
@@ -352,7 +351,7 @@ def query_gradients(
         x.sinks_there,
         shape=x.shape,
         num_warps=4,
-        **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 128 if narrow else 168}),
+        **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 128 if x.narrow else 168}),
     )
     return grads
 
@@ -556,7 +555,6 @@ def key_gradients(
     need_inputs: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dk, dv [B, G, T, D] (None if not needed); dx [B, S, T, P] of the projection (None without a linear part)."""
-    narrow = x.shape.DB * x.q.dtype.itemsize == 128 and not x.shape.INNER  # no product feeds another in the loop
     dk, dv = (torch.empty_like(each) if need_inputs else None for each in (x.k, x.v))
     dx = x.k.new_empty(len(x.k), x.state_heads, x.k.shape[2], x.shape.P) if x.shape.F else None
     sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
@@ -574,8 +572,8 @@ def key_gradients(
             *x.counts,
             KEYS=keys,
             shape=x.shape,
-            num_warps=8 if narrow else 4,
-            **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 128 if narrow else 168}),
+            num_warps=8 if x.narrow else 4,
+            **({"num_stages": 1} if x.wide else {"num_stages": 3, "maxnreg": 128 if x.narrow else 168}),
         )
     return dk, dv, dx
 

@@ -21,7 +21,8 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 
 # Kernels whose products feed each other take 4 warps: Triton 3.6 lays such products out for Hopper with all warps along
-# the rows, 16 each, however few rows there are; with 8 warps on 64 rows kernels crashed or had wrong sums.
+# the rows, 16 each, however few rows there are; with 8 warps on 64 rows kernels crashed or had wrong sums. Gradients of
+# narrow keys take 8: before their loop both groups of 4 compute the same 64 rows; in it no product feeds another.
 
 # Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1).
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -284,6 +285,10 @@ class Operands:
     @cached_property
     def wide(self) -> bool:
         return is_wide(self.q.shape[3], self.q.dtype)
+
+    @property
+    def narrow(self) -> bool:
+        return self.shape.DB * self.q.dtype.itemsize == 128 and not self.shape.INNER  # 64 dimensions, half precision
 
     @cached_property
     def shape(self) -> KernelShape:

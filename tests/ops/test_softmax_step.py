@@ -75,8 +75,9 @@ class Slots:
         {"heads": 20, "kv_heads": 1, "sinks": True, "softcap": 5.0},
         {"packed": True},
         {"dtype": torch.bfloat16, "head_dim": 20, "packed": True},
+        {"dtype": torch.bfloat16, "head_dim": 100, "packed": True},
     ],
-    ids=["float32", "bfloat16", "ungrouped", "large group, sinks, softcap", "8 bits", "8 bits, bfloat16"],
+    ids=["float32", "bfloat16", "ungrouped", "large group, sinks, softcap", "8 bits", "8 bits, bfloat16", "words"],
 )
 def test_each_row_sees_its_keys(settings):
     assert kernel.splits_of_a_row(len(LENGTHS) * 2, KEYS) == 3

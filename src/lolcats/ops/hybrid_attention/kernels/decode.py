@@ -46,6 +46,7 @@ from lolcats.ops.hybrid_attention.kernels.softmax_step import (
     joined_splits,
     launch_of_splits,
     load_tokens,
+    reads_words,
     splits_of_a_row,
     store_split,
 )
@@ -75,21 +76,15 @@ except ImportError:  # other devices, and older versions
 # Programs divide the window's keys, and the columns of the values, until there are so many: two for each multiprocessor
 # of a large GPU. Windows are of nearly the same length, so more would gain nothing.
 ENOUGH_PROGRAMS = 264
-# Programs that fold, at most: eight for each multiprocessor. Those that find nothing to do take their time, too.
-MOST_FOLDING = 1056
+# Programs that fold, at most: two for each multiprocessor. Those that find nothing to do take their time, too.
+MOST_FOLDING = 264
 # Rows of a tile that tensor cores take, and columns of the narrowest.
 LEAST = 16
-# Launches of the step for few and for many sequences: the fastest of twenty on an H200, head_dim 128.
-_FEW = {"BF": 64, "num_warps": 4, "num_stages": 3}
-_MANY = {"BF": 32, "num_warps": 2, "num_stages": 2}
-_FLOAT32 = {"BF": 32, "num_warps": 4, "num_stages": 2}
+_LEAST = tl.constexpr(LEAST)
 # Sequences of a tile of features.
 MOST_SEQUENCES = 64
-# Entries of the largest tile of S that a fold holds at once; wider states come in pieces of rows.
-_PIECE = tl.constexpr(4096)
-# Tokens that are folded at once; fewer of short blocks and of rows that would fill the shared memory of small GPUs.
-_FOLD_ROWS = tl.constexpr(64)
-_FEW_FOLD_ROWS = tl.constexpr(16)
+# Columns of S that a program folds into, `LEAST` tokens at once. All wait for the sequences that fold.
+FOLD_COLUMNS = 32
 # Sequences whose positions a program looks at together.
 _SEQUENCES = tl.constexpr(1024)
 
@@ -160,11 +155,13 @@ def triton_step(
     splits = splits_of_a_row(batch * kv_heads, config.capacity, ENOUGH_PROGRAMS) if config.has_softmax else 0
     sums = Sums.empty(q, heads, splits)
     parts, group = programs_of_a_head(batch * kv_heads, shape.DB), padded(shape.REPEATS)
+    prepare, step = _settings(q, state.k, shape.DB, many=parts == 1)
     phi, tiles, folding, tile = None, 0, 0, LEAST
     if config.feature_map is not None:
         phi = q.new_empty((batch, heads, shape.F), dtype=torch.bfloat16 if q.dtype.itemsize == 2 else torch.float32)
         tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
-        tiles, folding = cdiv(batch, tile), min(batch * state_heads, MOST_FOLDING)
+        states = state_heads * cdiv(head_dim, FOLD_COLUMNS)
+        tiles, folding = cdiv(batch, tile), min(batch * states, MOST_FOLDING)
     launch(
         prepare_kernel,
         (tiles * heads + folding + batch * kv_heads * splits,),
@@ -182,7 +179,8 @@ def triton_step(
         in_log2(params.softcap),
         MS=tile,
         MH=group,
-        **launch_of_splits(q),
+        V=FOLD_COLUMNS,
+        **prepare,
         shape=shape,
         **early_launch(q.device),
     )
@@ -201,11 +199,25 @@ def triton_step(
         PARTS=parts,
         M=group,
         BS=joined_splits(group, shape.DB // parts),
-        **(_FLOAT32 if q.dtype == torch.float32 else _FEW if parts > 1 else _MANY),
+        **step,
         shape=shape,
         **early_launch(q.device),
     )
     return y, state
+
+
+def _settings(q: Tensor, keys: Tensor, columns: int, *, many: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Keywords of the two launches: the fastest of some ten on an H200, head_dim 64 and 128."""
+    prepare = launch_of_splits(q)
+    if q.dtype == torch.float32:
+        return prepare, {"BF": 32, "num_warps": 4, "num_stages": 2}
+    if reads_words(q, keys):
+        prepare = {"BN": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+    elif columns <= 64 and many:
+        prepare["maxnreg"] = 128
+    if many:
+        return prepare, {"BF": 32, "num_warps": 2, "num_stages": 3}
+    return prepare, {"BF": 128 if columns == 128 else 64, "num_warps": 4, "num_stages": 2}
 
 
 def programs_of_a_head(heads: int, columns: int) -> int:
@@ -257,80 +269,70 @@ def _source(g, places):
 
 
 @triton.jit
-def _fold_piece(k_NP, v_ND, S, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
-    """S += k^T v for S [P, D] in memory, in float32."""
-    HALF: tl.constexpr = PB // 2
-    if (PB * DB > _PIECE) and (PB > 16):
-        left_NP, right_NP = tl.split(tl.permute(tl.reshape(k_NP, [k_NP.shape[0], 2, HALF]), [0, 2, 1]))
-        LEFT: tl.constexpr = P if P < HALF else HALF
-        _fold_piece(left_NP, v_ND, S, LEFT, D, HALF, DB)
-        if P > HALF:
-            _fold_piece(right_NP, v_ND, S + HALF * D, P - HALF, D, HALF, DB)
-    else:
-        S_PD = dot(tl.trans(k_NP), v_ND.to(tl.float32), load_matrix(S, 0, P, D, PB, DB))
-        tl.debug_barrier()  # all threads have read S
-        store_matrix(S, S_PD, 0, P, D)
+def _fold(keys, values, maps, S, z, head, span, fresh, part, kind: tl.constexpr, V: tl.constexpr, shape: tl.constexpr):
+    """Add tokens (slot of the first, its position, how many) to z and V columns of S of a head in memory, or to zeros.
 
-
-@triton.jit
-def _fold(keys, values, maps, S, z, head, slot, first, kind: tl.constexpr, COUNT: tl.constexpr, shape: tl.constexpr):
-    """Add COUNT tokens, of which the first has position `first` and lies in `slot`, to S and z of a head in memory."""
-    HALVES: tl.constexpr = shape.HALVES
+    The columns stay in registers; z belongs to the first part."""
+    slot, first, count = span
     P: tl.constexpr = shape.P
     D: tl.constexpr = shape.D
-    ROWS: tl.constexpr = _FOLD_ROWS if (COUNT >= _FOLD_ROWS) and (shape.DB <= 128) else _FEW_FOLD_ROWS
+    column = part * V
+    second, second_z = S + (shape.HALVES - 1) * P * D, z + (shape.HALVES - 1) * P
+    S_PV = tl.where(fresh, 0.0, load_matrix(S, column, P, D, shape.PB, V))
+    second_PV = tl.where(fresh, 0.0, load_matrix(second, column, P, D, shape.PB, V))
+    z_P = tl.where(fresh, 0.0, load_vector(z, P, shape.PB))
+    second_P = tl.where(fresh, 0.0, load_vector(second_z, P, shape.PB))
     weight_DP = load_weight(maps.k_weight, head, kind, shape)
-    for begin in tl.range(0, COUNT, ROWS):
-        offset = begin + tl.arange(0, ROWS)
-        k_ND, k_factor_N = load_tokens(keys, slot + offset, offset < COUNT, D, D, shape.DB)
-        v_ND, v_factor_N = load_tokens(values, slot + offset, offset < COUNT, D, D, shape.DB)
+    for begin in tl.range(0, count, _LEAST):
+        offset = begin + tl.arange(0, _LEAST)
+        k_ND, k_factor_N = load_tokens(keys, slot + offset, offset < count, D, D, shape.DB)
+        v_NV, v_factor_N = load_tokens(values, slot + offset, offset < count, D, D, V, column)
         if k_ND.dtype == tl.int8:
             k_ND = (k_ND.to(tl.float32) * k_factor_N[:, None]).to(kind)
-            v_ND = (v_ND.to(tl.float32) * v_factor_N[:, None]).to(kind)
+            v_NV = (v_NV.to(tl.float32) * v_factor_N[:, None]).to(kind)
+        v_NV = v_NV.to(tl.float32)
         halves = features(project(k_ND, weight_DP, maps.k_bias, head, shape), shape)
-        leaves = (offset < COUNT) & (first + offset >= shape.SINKS)
-        for half in tl.static_range(HALVES):
-            phi_NP = tl.where(leaves[:, None], halves[half], 0.0)
-            z_P = load_vector(z + half * P, P, shape.PB) + tl.sum(phi_NP, 0)
-            tl.debug_barrier()  # all threads have read z
-            store_vector(z + half * P, z_P, P)
-            _fold_piece(phi_NP, v_ND, S + half * P * D, P, D, shape.PB, shape.DB)
+        leaves_N1 = ((offset < count) & (first + offset >= shape.SINKS))[:, None]
+        phi_NP = tl.where(leaves_N1, halves[0], 0.0)
+        z_P += tl.sum(phi_NP, 0)
+        S_PV = dot(tl.trans(phi_NP), v_NV, S_PV)
+        if shape.HALVES == 2:
+            phi_NP = tl.where(leaves_N1, halves[1], 0.0)
+            second_P += tl.sum(phi_NP, 0)
+            second_PV = dot(tl.trans(phi_NP), v_NV, second_PV)
+    store_matrix(S, S_PV, column, P, D)
+    if shape.HALVES == 2:
+        store_matrix(second, second_PV, column, P, D)
+    if part == 0:
+        store_vector(z, z_P, P)
+        if shape.HALVES == 2:
+            store_vector(second_z, second_P, P)
 
 
 @triton.jit
-def _clear(x, SIZE: tl.constexpr):
-    """Zeros in memory."""
-    for begin in tl.range(0, SIZE, _PIECE):
-        i = begin + tl.arange(0, _PIECE)
-        tl.store(x + i, tl.zeros([_PIECE], x.dtype.element_ty), mask=i < SIZE)
-
-
-@triton.jit
-def _leave(k, v, maps, places, b, head, kind: tl.constexpr, shape: tl.constexpr):
-    """One state of a sequence, with the tokens that leave the window when the next one comes."""
+def _leave(k, v, maps, places, b, head, part, kind: tl.constexpr, V: tl.constexpr, shape: tl.constexpr):
+    """Columns of one state of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
     COUNT: tl.constexpr = 1 if shape.SLIDING else W
     state = places.state
-    SIZE: tl.constexpr = shape.F * shape.D
     strides, head_strides = places.strides, places.head_strides
     real, place = _place(b, places)
     if real:
         at = tl.load(state.position + b).to(tl.int32)
         g = (head // shape.SHARES).to(tl.int64)
-        S = state.S + place * strides.S + g * head_strides.S + head % shape.SHARES * SIZE
+        S = state.S + place * strides.S + g * head_strides.S + head % shape.SHARES * shape.F * shape.D
         z = state.z + place * strides.z + g * head_strides.z + head % shape.SHARES * shape.F
-        if places.page is not None:  # noqa: SIM102
-            if at == 0:  # the page is new
-                _clear(S, SIZE)
-                _clear(z, shape.F)
-                tl.debug_barrier()  # other threads read them next
+        fresh = (at == 0) & (places.page is not None)  # a page that another sequence may have had
         if W == 0:  # without a window the token itself
             h = _source(g, places)
-            _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, kind, COUNT, shape)
-        elif (at >= C) & (at % COUNT == 0):
+            keys, values = k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h
+            _fold(keys, values, maps, S, z, head, (0, at, 1), fresh, part, kind, V, shape)
+        else:
             ring = place * strides.ring + g * head_strides.ring
-            _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, kind, COUNT, shape)
+            count = tl.where((at >= C) & (at % COUNT == 0), COUNT, 0)
+            leaving = at % C, at - C, count
+            _fold(state.k + ring, state.v + ring, maps, S, z, head, leaving, fresh, part, kind, V, shape)
 
 
 @triton.jit
@@ -433,6 +435,7 @@ def prepare_kernel(
     softcap,  # of the scores, times log2(e), or None
     MS: tl.constexpr,  # sequences of a tile of features
     MH: tl.constexpr,  # rows of a tile of heads, at least the query heads of a key/value head
+    V: tl.constexpr,  # columns of a part of a state
     BN: tl.constexpr,
     EARLY: tl.constexpr,
     shape: tl.constexpr,
@@ -461,7 +464,8 @@ def prepare_kernel(
                 phi_half = phi + head * shape.F + half * shape.P
                 store_rows(phi_half, halves[half], first_b, heads * shape.F, batch, 0, shape.P)
         else:
-            states = kv_heads * shape.SHARES
+            PARTS: tl.constexpr = (shape.D + V - 1) // V
+            states = kv_heads * shape.SHARES * PARTS
             number = other
             end = 0
             for first in tl.range(0, batch, _SEQUENCES):
@@ -473,7 +477,8 @@ def prepare_kernel(
                     while number < end:
                         before = tl.sum((changed_N <= (number - begin) // states).to(tl.int32), 0)
                         b = (first + before).to(tl.int64)
-                        _leave(k, v, maps, places, b, (number - begin) % states, q.x.dtype.element_ty, shape)
+                        state = (number - begin) % states
+                        _leave(k, v, maps, places, b, state // PARTS, state % PARTS, q.x.dtype.element_ty, V, shape)
                         number += folding
 
 

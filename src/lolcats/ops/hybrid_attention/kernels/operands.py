@@ -62,7 +62,9 @@ def in_log2(x: float | None) -> float | None:
 
 
 def launch(kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> Any:
-    """`kernel[grid](*args, **constants)`."""
+    """`kernel[grid](*args, **constants)`, on AMD's GPUs without a bound of registers, which Triton refuses there."""
+    if torch.version.hip is not None:
+        constants.pop("maxnreg", None)
     return kernel[grid](*args, **constants)
 
 
@@ -103,7 +105,7 @@ class Launches:
         if key in self.known:
             compiled, rest = self.known[key]
             compiled[grid[0], 1, 1](*args, *rest)
-        elif compiled := kernel[grid](*args, **constants):  # None by the interpreter
+        elif compiled := launch(kernel, grid, *args, **constants):  # None by the interpreter
             self.known[key] = compiled, [constants[name] for name in kernel.arg_names if name in constants]
 
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.operands import SIZES, cdiv, in_log2, is_wide, padded, rows
+from lolcats.ops.eight_bits import is_packed
+from lolcats.ops.hybrid_attention.kernels.operands import SIZES, cdiv, in_log2, is_wide, launch, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _INTERPRETED,
     _LOG2_E,
@@ -30,9 +31,22 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
 )
 from lolcats.ops.hybrid_attention.state import Scoring
 
+# AMD's GPUs lack the instructions of `_bytes`.
+_WORDS = tl.constexpr(torch.version.hip is None)
 # Keys are split until there are this many programs, sixteen for each multiprocessor of a large GPU: rows of different
 # length, and a last wave that is not full, then cost little.
 ENOUGH_PROGRAMS = 2112
+# Byte number `low` of two words, $4 and $5, as two numbers.
+_BYTE = """
+prmt.b32 x, $4, $5, 0x0{high}0{low};
+lop3.b32 bits, x, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 sign, x, 0x00800080, 0x43004300, 0xea;
+fma.rn.bf16x2 ${low}, sign, minus, bits;"""
+_BYTES = tl.constexpr(
+    "{.reg .b32 x, bits, sign, minus; mov.b32 minus, 0xbf80bf80;"
+    + "".join(_BYTE.format(low=i, high=i + 4) for i in range(4))
+    + "}"
+)
 LEAST_KEYS = 128  # of a split, in memory
 MOST_SPLITS = 128
 # Splits that are joined at once, and entries of their tile, at most.
@@ -70,15 +84,21 @@ def launch_of_splits(q: Tensor) -> dict[str, int]:
     return {"BN": 32 if wide else 64, "num_warps": 4, "num_stages": 2 if wide else 3}
 
 
+def reads_words(q: Tensor, keys: Tensor) -> bool:
+    """Whether kernels read keys and values by `_add_words`."""
+    return _WORDS.value and padded(q.shape[3]) == 128 and q.dtype == torch.bfloat16 and is_packed(keys)
+
+
 def joined_splits(rows: int, columns: int) -> int:
     """Splits that a program joins at once, of tiles [rows, columns]; all are powers of two."""
     return min(max(JOINED_ENTRIES // (rows * columns), 1), JOINED_SPLITS)
 
 
 @triton.jit
-def load_tokens(pointer, row_N, there_N, stride, D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tile [N, COLUMNS] of keys or values in memory, zero where nothing is there, and the factors [N] of 8 bits."""
-    column, row_N = tl.arange(0, COLUMNS), row_N.to(tl.int64)
+def load_tokens(pointer, row_N, there_N, stride, D: tl.constexpr, COLUMNS: tl.constexpr, first=0):
+    """Tile [N, COLUMNS] of keys or values in memory from column `first`, zero where nothing is there, and the factors
+    [N] of 8 bits."""
+    column, row_N = first + tl.arange(0, COLUMNS), row_N.to(tl.int64)
     factor_N = tl.full(row_N.shape, 1.0, tl.float32)
     if pointer.dtype.element_ty == tl.int8:
         factor_N = tl.load((pointer + row_N * (D + 4) + D).to(tl.pointer_type(tl.float32)), mask=there_N, other=0.0)
@@ -99,10 +119,7 @@ def add_tokens(q_MD, k, v, row_N, seen_N, k_t, v_t, acc, total, top, scale, soft
     v_ND, v_factor_N = load_tokens(v, row_N, seen_N, v_t, D, q_MD.shape[1])
     kind: tl.constexpr = tl.float32 if _INTERPRETED else q_MD.dtype  # the interpreter has no bfloat16 of int8
     dots = dot(q_MD, tl.trans(k_ND.to(kind))) * k_factor_N[None, :]
-    score = tl.where(seen_N[None, :], scaled_scores(dots, scale, softcap), float("-inf"))
-    top, finite_top, fade = fade_sums(top, tl.max(score, 1))
-    weight = tl.exp2(score - finite_top[:, None])
-    total = total * fade + tl.sum(weight, 1)
+    weight, total, top, fade = _weights(dots, seen_N, total, top, scale, softcap)
     acc = dot((weight * v_factor_N[None, :]).to(q_MD.dtype), v_ND.to(kind), acc * fade[:, None])
     return acc, total, top
 
@@ -124,11 +141,93 @@ def add_split(
     share = tl.cdiv(tl.cdiv(filled - low, splits), BN) * BN
     begin = low + split * share
     end = tl.minimum(begin + share, filled)
+    words: tl.constexpr = _WORDS & (q_MD.shape[1] == 128) & (k.dtype.element_ty == tl.int8)
+    if words & (q_MD.dtype == tl.bfloat16):
+        acc, total, top = _add_words(
+            q_MD, k, v, begin, end, last_slot, left, slots, acc, total, top, scale, softcap, BN, D
+        )
+    else:
+        for first in tl.range(begin, end, BN):
+            slot_N = first + tl.arange(0, BN)
+            seen_N = (slot_N < end) & ((slot_N - last_slot - 1).to(tl.uint32, bitcast=True) >= left)
+            acc, total, top = add_tokens(q_MD, k, v, slot_N, seen_N, k_t, v_t, acc, total, top, scale, softcap, D)
+    return acc, total, top
+
+
+@triton.jit
+def _add_words(
+    q_MD, k, v, begin, end, last_slot, left, slots, acc, total, top, scale, softcap, BN: tl.constexpr, D: tl.constexpr
+):
+    """The same of 8 bits, four columns at once: fewer loads, and numbers that products take as they are."""
+    q0, q1, q2, q3 = _quarters(q_MD)
+    before = top
+    a0 = tl.zeros(q0.shape, tl.float32)
+    a1, a2, a3 = a0, a0, a0
     for first in tl.range(begin, end, BN):
         slot_N = first + tl.arange(0, BN)
         seen_N = (slot_N < end) & ((slot_N - last_slot - 1).to(tl.uint32, bitcast=True) >= left)
-        acc, total, top = add_tokens(q_MD, k, v, slot_N, seen_N, k_t, v_t, acc, total, top, scale, softcap, D)
+        row_N = tl.minimum(slot_N, slots - 1)
+        k_word_NC, k_factor_N = _load_words(k, row_N, seen_N, D, q_MD.shape[1])
+        v_word_NC, v_factor_N = _load_words(v, row_N, seen_N, D, q_MD.shape[1])
+        k0, k1, k2, k3 = _bytes(k_word_NC)
+        dots = dot(q3, tl.trans(k3), dot(q2, tl.trans(k2), dot(q1, tl.trans(k1), dot(q0, tl.trans(k0)))))
+        weight, total, top, fade = _weights(dots * k_factor_N[None, :], seen_N, total, top, scale, softcap)
+        weight = (weight * v_factor_N[None, :]).to(q_MD.dtype)
+        v0, v1, v2, v3 = _bytes(v_word_NC)
+        a0, a1 = dot(weight, v0, a0 * fade[:, None]), dot(weight, v1, a1 * fade[:, None])
+        a2, a3 = dot(weight, v2, a2 * fade[:, None]), dot(weight, v3, a3 * fade[:, None])
+    _, _, fade = fade_sums(before, top)
+    acc = acc * fade[:, None] + tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), acc.shape)
     return acc, total, top
+
+
+@triton.jit
+def _quarters(x_MD):
+    """Columns 0, 4, 8, ...; 1, 5, 9, ...; and so on."""
+    even, odd = tl.split(tl.reshape(x_MD, [x_MD.shape[0], x_MD.shape[1] // 4, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _load_words(pointer, row_N, there_N, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """As `load_tokens` of 8 bits: four columns at once, as an integer. Of rows that are not there any numbers."""
+    column = tl.arange(0, COLUMNS // 4)[None, :]
+    words = pointer.to(tl.pointer_type(tl.int32))
+    at_N = row_N * (D // 4 + 1)
+    factor_N = tl.load((words + at_N + D // 4).to(tl.pointer_type(tl.float32)), mask=there_N, other=0.0)
+    if COLUMNS != D:
+        return tl.load(words + at_N[:, None] + column, mask=column < D // 4, other=0), factor_N
+    return tl.load(words + at_N[:, None] + column), factor_N
+
+
+@triton.jit
+def _bytes(word):
+    """The four signed bytes of each integer, in bfloat16, a quarter of the instructions of a conversion.
+
+    Two integers at once. From 128 plus seven bits of a number 128 is taken, or 256 where it is negative.
+    """
+    if _INTERPRETED:
+        x0, x1 = ((word << 24) >> 24).to(tl.float32), ((word << 16) >> 24).to(tl.float32)
+        return x0, x1, ((word << 8) >> 24).to(tl.float32), (word >> 24).to(tl.float32)
+    return tl.inline_asm_elementwise(
+        _BYTES,
+        "=r,=r,=r,=r,r,r",
+        [word],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _weights(dots, seen_N, total, top, scale, softcap):
+    """Of a tile of keys, with the sum and maximum after it, and the factor of sums before."""
+    score = tl.where(seen_N[None, :], scaled_scores(dots, scale, softcap), float("-inf"))
+    top, finite_top, fade = fade_sums(top, tl.max(score, 1))
+    weight = tl.exp2(score - finite_top[:, None])
+    return weight, total * fade + tl.sum(weight, 1), top, fade
 
 
 @triton.jit
@@ -185,8 +284,12 @@ def softmax_step(q: Tensor, k: Tensor, v: Tensor, length: Tensor, scoring: Scori
     splits = splits_of_a_row(batch * kv_heads, keys)
     y = torch.empty_like(q)
     sums = Sums.empty(q, heads, splits)
-    columns = padded(head_dim)
-    split_kernel[(batch * kv_heads * splits,)](
+    columns, settings = padded(head_dim), launch_of_splits(q)
+    if reads_words(q, k):  # the fastest of eight on an H200
+        settings = {"BN": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
+    launch(
+        split_kernel,
+        (batch * kv_heads * splits,),
         *(rows(x) for x in (q, k, v)),
         length,
         sums,
@@ -199,7 +302,7 @@ def softmax_step(q: Tensor, k: Tensor, v: Tensor, length: Tensor, scoring: Scori
         D=head_dim,
         DB=columns,
         M=padded(heads // kv_heads),
-        **launch_of_splits(q),
+        **settings,
     )
     join = {"BS": joined_splits(1, columns), "num_warps": 4}
     join_kernel[(batch * heads,)](sums, scoring.sink_logits, rows(y), heads, splits, D=head_dim, DB=columns, **join)

@@ -7,6 +7,7 @@ from test_softmax_step import Slots
 
 from lolcats.ops import hybrid_attention
 from lolcats.ops.hybrid_attention.kernels.store_tokens import store_tokens
+from lolcats.vllm_plugin.take_heads import take_heads
 
 APART = 1 << 30
 HEADS = 3  # of the last one, the offset does not fit in int32
@@ -83,3 +84,14 @@ def test_storing_tokens(apart):
     far = [apart(x) for x in caches[2:]]
     store_tokens(apart(k), apart(v), *far, slot, place)
     torch.testing.assert_close(far, caches[:2], rtol=0, atol=0)
+
+
+def test_taking_heads(apart):
+    inputs = [torch.randn(2, heads * 8, device=DEVICE).bfloat16() for heads in (2 * HEADS, HEADS, HEADS)]
+    places = torch.arange(HEADS, device=DEVICE), torch.tensor([9, 3], device=DEVICE)
+    cache, far = (torch.zeros(3, HEADS, 4, 16, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    far = apart(far)
+    for x in (cache, far):
+        take_heads(inputs, places[0], x, places[1], torch.ones(3, device=DEVICE).unbind())
+    assert cache.any()
+    assert torch.equal(far, cache)

@@ -1,9 +1,13 @@
 """What vLLM does on a GPU alone: full CUDA graphs over pages that the kernel for single tokens writes, and bfloat16."""
 
+from collections import Counter
+
 import pytest
 import torch
 from test_vllm_answers import BOUNDED, EXACT_HEADS
 from vllm_kit import GRAPHS, PROMPTS, assert_same, rms_error, transformers_answers
+
+from lolcats.vllm_plugin import exact
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,3 +36,27 @@ def test_bfloat16(folder, serve, options) -> None:
     errors = [rms_error(answers, right) for answers in (served.answers(PROMPTS, new=1, of_prompts=True), theirs)]
     print("bfloat16, errors of log-probabilities, vLLM's and transformers'", errors)
     assert errors[0] < 1.5 * errors[1]
+
+
+@pytest.mark.parametrize("kept", ["auto", "fp8"])
+def test_exact_heads_in_one_launch(folder, serve, kept, monkeypatch) -> None:
+    """Their keys, values and queries by our kernel and a plan for all layers: as by vLLM's launches in each layer."""
+    path, options = folder(**EXACT_HEADS), {"dtype": "bfloat16", "kv_cache_dtype": kept, **GRAPHS}
+    calls = Counter[str]()
+
+    def counted(name, original):
+        def call(*given):
+            found = original(*given)
+            calls[name] += found is not None and found is not False
+            return found
+
+        monkeypatch.setattr(exact, name, call)
+
+    for name in ("_is_for_one_launch", "_plan"):
+        counted(name, getattr(exact, name))
+    ours = serve(path, **options).answers(PROMPTS, of_prompts=True)
+    assert calls["_is_for_one_launch"] >= 2  # layers with exact heads
+    assert calls["_plan"] > 0
+    for name in ("_is_for_one_launch", "_plan"):
+        monkeypatch.setattr(exact, name, lambda *_: None)
+    assert_same(ours, serve(path, **options).answers(PROMPTS, of_prompts=True), 1e-6)

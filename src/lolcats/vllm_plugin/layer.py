@@ -139,9 +139,8 @@ class PagedHybridAttention(nn.Module):
         """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""
         query, key, value = query.flatten(1), key.flatten(1), value.flatten(1)
         inputs, outputs = [query, key, value], [torch.empty_like(query)]
-        if self.exact is not None:  # not in the operator, where vLLM cuts what it compiles
-            inputs += self.exact.select(query, key, value)
-            outputs.append(torch.empty_like(inputs[3], dtype=key.dtype))
+        if self.exact is not None:
+            outputs.append(query.new_empty(query.shape[0], self.exact.whole.num_heads, self.head_dim))
         torch.ops.vllm.lolcats_attention(inputs, outputs, self.prefix)
         return outputs[0] if self.exact is None else self.exact.join(*outputs)
 
@@ -164,7 +163,7 @@ class PagedHybridAttention(nn.Module):
             torch._foreach_zero_(outputs)
             return
         if self.exact is not None and not self.pages:
-            return self.exact.attend(inputs[3:], outputs[1])
+            return self.exact.attend(inputs, outputs[1])
         first = self.pages[0]
         batch = metadata[first.prefix]
         if first.views is None:
@@ -177,7 +176,7 @@ class PagedHybridAttention(nn.Module):
             side.wait_stream(torch.cuda.current_stream())
         if self.exact is not None:
             with torch.cuda.stream(side):
-                self.exact.attend(inputs[3:], outputs[1])
+                self.exact.attend(inputs, outputs[1])
         if self.linear_attention is not None:
             paged_attention(Tokens(q, k, v, y, self.heads), states, batch, **self._kernels())
         if side is not None:

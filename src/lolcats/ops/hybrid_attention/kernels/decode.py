@@ -55,6 +55,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     dot,
     factor_of,
     features,
+    half_features,
     levels_of,
     load_matrix,
     load_rows,
@@ -83,7 +84,7 @@ LEAST = 16
 _LEAST = tl.constexpr(LEAST)
 # Sequences of a tile of features.
 MOST_SEQUENCES = 64
-# Columns of S that a program folds into, `LEAST` tokens at once. All wait for the sequences that fold.
+# Columns of a part of S, to which a program adds `LEAST` tokens at once. All wait for the sequences that fold.
 FOLD_COLUMNS = 32
 # Sequences whose positions a program looks at together.
 _SEQUENCES = tl.constexpr(1024)
@@ -160,8 +161,8 @@ def triton_step(
     if config.feature_map is not None:
         phi = q.new_empty((batch, heads, shape.F), dtype=torch.bfloat16 if q.dtype.itemsize == 2 else torch.float32)
         tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
-        states = state_heads * cdiv(head_dim, FOLD_COLUMNS)
-        tiles, folding = cdiv(batch, tile), min(batch * states, MOST_FOLDING)
+        parts_of_S = shape.HALVES * cdiv(head_dim, FOLD_COLUMNS)
+        tiles, folding = cdiv(batch, tile), min(batch * state_heads * parts_of_S, MOST_FOLDING)
     launch(
         prepare_kernel,
         (tiles * heads + folding + batch * kv_heads * splits,),
@@ -270,18 +271,16 @@ def _source(g, places):
 
 @triton.jit
 def _fold(keys, values, maps, S, z, head, span, fresh, part, kind: tl.constexpr, V: tl.constexpr, shape: tl.constexpr):
-    """Add tokens (slot of the first, its position, how many) to z and V columns of S of a head in memory, or to zeros.
+    """Add tokens (slot of the first, its position, how many) to a part of S of a head in memory, or to zeros.
 
-    The columns stay in registers; z belongs to the first part."""
+    A part is V columns of one half, which stay in registers; the first of each half has that of z."""
     slot, first, count = span
     P: tl.constexpr = shape.P
     D: tl.constexpr = shape.D
-    column = part * V
-    second, second_z = S + (shape.HALVES - 1) * P * D, z + (shape.HALVES - 1) * P
+    half, column = part % shape.HALVES, part // shape.HALVES * V
+    S, z = S + half * P * D, z + half * P
     S_PV = tl.where(fresh, 0.0, load_matrix(S, column, P, D, shape.PB, V))
-    second_PV = tl.where(fresh, 0.0, load_matrix(second, column, P, D, shape.PB, V))
     z_P = tl.where(fresh, 0.0, load_vector(z, P, shape.PB))
-    second_P = tl.where(fresh, 0.0, load_vector(second_z, P, shape.PB))
     weight_DP = load_weight(maps.k_weight, head, kind, shape)
     for begin in tl.range(0, count, _LEAST):
         offset = begin + tl.arange(0, _LEAST)
@@ -290,28 +289,19 @@ def _fold(keys, values, maps, S, z, head, span, fresh, part, kind: tl.constexpr,
         if k_ND.dtype == tl.int8:
             k_ND = (k_ND.to(tl.float32) * k_factor_N[:, None]).to(kind)
             v_NV = (v_NV.to(tl.float32) * v_factor_N[:, None]).to(kind)
-        v_NV = v_NV.to(tl.float32)
-        halves = features(project(k_ND, weight_DP, maps.k_bias, head, shape), shape)
+        x_NP = project(k_ND, weight_DP, maps.k_bias, head, shape)
         leaves_N1 = ((offset < count) & (first + offset >= shape.SINKS))[:, None]
-        phi_NP = tl.where(leaves_N1, halves[0], 0.0)
+        phi_NP = tl.where(leaves_N1, half_features(tl.where(half == 0, x_NP, -x_NP), shape), 0.0)
         z_P += tl.sum(phi_NP, 0)
-        S_PV = dot(tl.trans(phi_NP), v_NV, S_PV)
-        if shape.HALVES == 2:
-            phi_NP = tl.where(leaves_N1, halves[1], 0.0)
-            second_P += tl.sum(phi_NP, 0)
-            second_PV = dot(tl.trans(phi_NP), v_NV, second_PV)
+        S_PV = dot(tl.trans(phi_NP), v_NV.to(tl.float32), S_PV)
     store_matrix(S, S_PV, column, P, D)
-    if shape.HALVES == 2:
-        store_matrix(second, second_PV, column, P, D)
-    if part == 0:
+    if column == 0:
         store_vector(z, z_P, P)
-        if shape.HALVES == 2:
-            store_vector(second_z, second_P, P)
 
 
 @triton.jit
 def _leave(k, v, maps, places, b, head, part, kind: tl.constexpr, V: tl.constexpr, shape: tl.constexpr):
-    """Columns of one state of a sequence, with the tokens that leave the window when the next one comes."""
+    """A part of one state of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
     COUNT: tl.constexpr = 1 if shape.SLIDING else W
@@ -435,7 +425,7 @@ def prepare_kernel(
     softcap,  # of the scores, times log2(e), or None
     MS: tl.constexpr,  # sequences of a tile of features
     MH: tl.constexpr,  # rows of a tile of heads, at least the query heads of a key/value head
-    V: tl.constexpr,  # columns of a part of a state
+    V: tl.constexpr,  # columns of a part of S
     BN: tl.constexpr,
     EARLY: tl.constexpr,
     shape: tl.constexpr,
@@ -464,7 +454,7 @@ def prepare_kernel(
                 phi_half = phi + head * shape.F + half * shape.P
                 store_rows(phi_half, halves[half], first_b, heads * shape.F, batch, 0, shape.P)
         else:
-            PARTS: tl.constexpr = (shape.D + V - 1) // V
+            PARTS: tl.constexpr = shape.HALVES * ((shape.D + V - 1) // V)
             states = kv_heads * shape.SHARES * PARTS
             number = other
             end = 0

@@ -31,26 +31,15 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
 )
 from lolcats.ops.hybrid_attention.state import Scoring
 
-# AMD's GPUs lack the instructions of `_bytes`.
-_WORDS = tl.constexpr(torch.version.hip is None)
 # Keys are split until there are this many programs, sixteen for each multiprocessor of a large GPU: rows of different
 # length, and a last wave that is not full, then cost little.
 ENOUGH_PROGRAMS = 2112
-# Byte number `low` of two words, $4 and $5, as two numbers.
-_BYTE = """
-prmt.b32 x, $4, $5, 0x0{high}0{low};
-lop3.b32 bits, x, 0x007f007f, 0x43004300, 0xea;
-lop3.b32 sign, x, 0x00800080, 0x43004300, 0xea;
-fma.rn.bf16x2 ${low}, sign, minus, bits;"""
-_BYTES = tl.constexpr(
-    "{.reg .b32 x, bits, sign, minus; mov.b32 minus, 0xbf80bf80;"
-    + "".join(_BYTE.format(low=i, high=i + 4) for i in range(4))
-    + "}"
-)
 LEAST_KEYS = 128  # of a split, in memory
 MOST_SPLITS = 128
 # Splits that are joined at once, and entries of their tile, at most.
 JOINED_SPLITS, JOINED_ENTRIES = 16, 4096
+# AMD's GPUs lack the instructions of `_bytes`.
+_WORDS = tl.constexpr(torch.version.hip is None)
 
 
 class Sums(NamedTuple):
@@ -202,11 +191,24 @@ def _load_words(pointer, row_N, there_N, D: tl.constexpr, COLUMNS: tl.constexpr)
     return tl.load(words + at_N[:, None] + column), factor_N
 
 
+# Byte number `low` of two words, $4 and $5, as two numbers.
+_BYTE = """
+prmt.b32 x, $4, $5, 0x0{high}0{low};
+lop3.b32 bits, x, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 sign, x, 0x00800080, 0x43004300, 0xea;
+fma.rn.bf16x2 ${low}, sign, minus, bits;"""
+_BYTES = tl.constexpr(
+    "{.reg .b32 x, bits, sign, minus; mov.b32 minus, 0xbf80bf80;"
+    + "".join(_BYTE.format(low=i, high=i + 4) for i in range(4))
+    + "}"
+)
+
+
 @triton.jit
 def _bytes(word):
-    """The four signed bytes of each integer, in bfloat16, by four instructions for two.
+    """The four signed bytes of each integer, in bfloat16, of two integers by four instructions each.
 
-    Two integers at once. From 128 plus seven bits of a number 128 is taken, or 256 where it is negative.
+    From 128 plus seven bits of a number 128 is taken, or 256 where it is negative.
     """
     if _INTERPRETED:
         x0, x1 = ((word << 24) >> 24).to(tl.float32), ((word << 16) >> 24).to(tl.float32)

@@ -75,6 +75,15 @@ def test_a_base_model_continues_from_its_first_token(chat_dir, model_dir, tmp_pa
         rows(model_dir, DataSource(path=str(_file(tmp_path, [{"prompt": "w1 w2 w3 w4"}])), answers="teacher"))
 
 
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}<|end|>", "<|user|>{{ messages[0]['content'] }}"])
+def test_a_template_that_marks_no_message(template, chat_dir):
+    tokenizer = AutoTokenizer.from_pretrained(chat_dir)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(chat_dir)
+    with pytest.raises(UserError, match="no beginning or no end"):
+        rows(chat_dir, DataSource(path="self", max_rows=12))
+
+
 def test_prompts_that_the_user_gives(chat_dir, tmp_path):
     old = {"role": "assistant", "content": "old"}
     given = [{"messages": [{"role": "user", "content": f"w{index} w2 w3"}, old]} for index in range(8)]

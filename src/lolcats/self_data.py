@@ -204,10 +204,10 @@ def _user_turn(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:
     opening, found, rest = chat_text(tokenizer, mark).partition(mark)
     special = [token for token in tokenizer.all_special_tokens if rest.lstrip().startswith(token)]
     end = max(special, key=len, default=next(iter(rest.split()), ""))
-    if not found or not end:
+    if not opening or not found or not end:
         raise UserError(
-            "this model's chat template marks no end of a user's message, so that it cannot write prompts; give some,"
-            " and it answers them: --data PROMPTS,answers=teacher"
+            "this model's chat template marks no beginning or no end of a user's message, so that it cannot write"
+            " prompts; give some, and it answers them: --data PROMPTS,answers=teacher"
         )
     stop = {"stop_token_ids": (tokenizer.convert_tokens_to_ids(end),)} if special else {"stop": (end,)}
     return _encode(tokenizer, opening), stop

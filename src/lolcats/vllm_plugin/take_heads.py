@@ -6,19 +6,25 @@ Gathering heads, rounding and vLLM's own launch for keys and values, one after t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.operands import next_power_of_2
+from lolcats.ops.hybrid_attention.kernels.operands import launch, next_power_of_2
 
 FP8 = torch.float8_e4m3fn
 
 
 def take_heads(
-    inputs: Sequence[Tensor], heads_E: Tensor, cache_BETC: Tensor, slot_N: Tensor, scales: Sequence[Tensor]
+    inputs: Sequence[Tensor],
+    heads_E: Tensor,
+    cache_BETC: Tensor,
+    slot_N: Tensor,
+    scales: Sequence[Tensor],
+    launch: Any = launch,
 ) -> Tensor:
     """Put keys and values of some heads into vLLM's cache; gives the queries of these heads.
 
@@ -38,7 +44,9 @@ def take_heads(
     taken = query.new_empty(len(query), exact * group, width, dtype=cache_BETC.dtype)
     if len(query):
         with torch.cuda.device_of(query):
-            _kernel[(len(query) * exact,)](
+            launch(
+                _kernel,
+                (len(query) * exact,),
                 tuple((x, x.stride(0)) for x in inputs),
                 heads_E,
                 (cache_BETC, *cache_BETC.stride()[:3]),

@@ -2,18 +2,22 @@
 
     python benchmarks/agree.py MODEL --text FILE --json FILE      (a softmax model, converted here, untrained)
 
-Prompts of other lengths, left-padded by `generate()`, and together in the engine; the default recipe with windows of
-128, 256 and 512, in float32 and in bfloat16 with 8 bits, exact heads in three layers. A gap is that of a logit to
-the largest.
+Prompts of other lengths, left-padded by `generate()`, and together in the engine, with `--vllm` also in its server; the
+default recipe with windows of 128, 256 and 512, in float32 and in bfloat16 with 8 bits, exact heads in three layers
+(vLLM keeps these in the model's type). A gap is that of a logit to the largest.
 """
 
 import argparse
 import json
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import torch
+from served import PORT, server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lolcats.config import LinearizeConfig
@@ -25,7 +29,7 @@ from lolcats.recipes import load_recipe
 
 
 @torch.no_grad()
-def measure(model: Any, tokenizer: Any, prompts: list[list[int]], new: int) -> list[dict[str, Any]]:
+def measure(model: Any, tokenizer: Any, prompts: list[list[int]], new: int, vllm: bool) -> list[dict[str, Any]]:
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
     made = {
         "generate": model.generate(**batch, max_new_tokens=new, min_new_tokens=new, do_sample=False)[:, -new:].tolist()
@@ -34,6 +38,8 @@ def measure(model: Any, tokenizer: Any, prompts: list[list[int]], new: int) -> l
     settings = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
     made["engine"] = [request.token_ids for request in engine.generate(prompts, settings)]
     engine.shutdown()
+    if vllm:
+        made["vllm"] = by_vllm(model, tokenizer, prompts, new)
     rows = []
     for way, answers in made.items():
         gaps = []
@@ -46,6 +52,23 @@ def measure(model: Any, tokenizer: Any, prompts: list[list[int]], new: int) -> l
     return rows
 
 
+def by_vllm(model: Any, tokenizer: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """Tokens of all prompts at once, from a server of the model."""
+
+    def answer(prompt: list[int]) -> list[int]:
+        body = {"model": "m", "prompt": prompt, "max_tokens": new, "temperature": 0.0, "ignore_eos": True}
+        url = f"http://127.0.0.1:{PORT}/v1/completions"
+        request = Request(url, json.dumps(body | {"return_token_ids": True}).encode())
+        request.add_header("Content-Type", "application/json")
+        return list(json.load(urlopen(request))["choices"][0]["token_ids"])
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        with server(folder, ["--gpu-memory-utilization", "0.1"], Path(folder, "log")), ThreadPoolExecutor() as pool:
+            return list(pool.map(answer, prompts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -54,6 +77,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[300, 700])
     parser.add_argument("--new-tokens", type=int, default=60)
     parser.add_argument("--exact", nargs="*", default=["2.0", "8.1", "14"], help="exact heads")
+    parser.add_argument("--vllm", action="store_true")
     given = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     ids = tokenizer(given.text.read_text(encoding="utf-8")[:40000], add_special_tokens=False)["input_ids"]
@@ -65,7 +89,7 @@ def main() -> None:
             base = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype, device_map="auto").eval()
             sizes = {"window_size": window, "cache_bits": bits, "exact": tuple(given.exact), "linear_length_cap": 8192}
             model = convert(base, replace(recipe, **sizes)).eval()
-            for row in measure(model, tokenizer, prompts, given.new_tokens):
+            for row in measure(model, tokenizer, prompts, given.new_tokens, given.vllm):
                 rows.append({"dtype": str(dtype), "window": window, "cache_bits": bits} | row)
                 print(rows[-1], flush=True)
             given.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1))

@@ -10,13 +10,12 @@ default recipe with windows of 128, 256 and 512, in float32 and in bfloat16 with
 import argparse
 import json
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import torch
+from ability import Served
 from served import PORT, server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,19 +53,12 @@ def measure(model: Any, tokenizer: Any, prompts: list[list[int]], new: int, vllm
 
 def by_vllm(model: Any, tokenizer: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     """Tokens of all prompts at once, from a server of the model."""
-
-    def answer(prompt: list[int]) -> list[int]:
-        body = {"model": "m", "prompt": prompt, "max_tokens": new, "temperature": 0.0, "ignore_eos": True}
-        url = f"http://127.0.0.1:{PORT}/v1/completions"
-        request = Request(url, json.dumps(body | {"return_token_ids": True}).encode())
-        request.add_header("Content-Type", "application/json")
-        return list(json.load(urlopen(request))["choices"][0]["token_ids"])
-
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        with server(folder, ["--gpu-memory-utilization", "0.1"], Path(folder, "log")), ThreadPoolExecutor() as pool:
-            return list(pool.map(answer, prompts))
+        with server(folder, ["--gpu-memory-utilization", "0.1"], Path(folder, "log")):
+            served = Served(f"http://127.0.0.1:{PORT}", tokenizer, len(prompts))
+            return [each.token_ids for each in served(prompts, new, ignore_eos=True, return_token_ids=True)]
 
 
 def main() -> None:

@@ -420,40 +420,50 @@ ABLE = {  # of the table of abilities, drawn: rows of one way
     "exact heads, window and linear part": ("12 %, window 128", "`lolcats-hybrid`", "..., 48 % of the heads"),
     "no linear part": (
         "..., no linear part, a window of 576",
+        "..., no linear part, a window of 640",
         "`lolcats-hybrid` with 12 %, a window of 1024, no linear part",
     ),
-    "window alone": ("window of 512 in 2 blocks alone, same data", "window of 704 in 4 blocks alone, same data"),
-    "softmax": ("teacher",),
+    "window alone": tuple(
+        f"window of {tokens} in {blocks} blocks alone, same data" for tokens, blocks in ((512, 2), (704, 4), (768, 4))
+    ),
+    "softmax": ("teacher", "softmax + LoRA, same data, next token"),
+    "controls": ("12 % exact, untrained, no linear part", "`lolcats-linear`"),  # the paper's recipe lies far below
 }
 
 
 def frontier(results: Results) -> Figure:
     """What bytes buy: means over seeds. Seven tasks of `ability` weigh the same; facts far away."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     names = ("humaneval", "humaneval_1024", "humaneval_4096", "gsm8k", "gsm8k_8shot", "mmlu", "labels_120shot")
     tasks, facts = [percent(name)[1] for name in names], [fact("needle", 32768, "recall_long", "recall")[1]]
-    panels = ("8192", 2, tasks, "mean of seven tasks (%)"), ("32768", 4, facts, "one fact found in 32768 tokens (%)")
-    for axis, (length, least, measures, title) in zip(figure.subplots(1, 2), panels, strict=True):
-        for (label, titles), style in zip(ABLE.items(), ("C0o", "C1s", "C2v", "k^"), strict=True):
+    panels = [(size, "8192", 2, tasks, f"mean of seven tasks (%), {size.upper()}") for size in ("0.5b", "1.5b")]
+    panels.append(("0.5b", "32768", 4, facts, "one fact found in 32768 tokens (%), 0.5B"))
+    for axis, (size, length, least, measures, title) in zip(figure.subplots(1, 3), panels, strict=True):
+        named = []
+        for (label, titles), style in zip(ABLE.items(), ("C0o", "C1s", "C2v", "k^", "C7x"), strict=True):
+            axis.plot([], [], style, label=label)
             for row in titles:
-                runs = [run for run in results.ability["0.5b"] if run["row"] == row]
+                runs = [run for run in results.ability[size] if run["row"] == row]
                 found = [[value for run in runs if (value := find(run)) is not None] for find in measures]
-                if not all(found):
-                    continue
-                place = runs[0]["cache_mib"][length], statistics.fmean(map(statistics.fmean, found))
-                axis.plot(*place, style, label=label if row == titles[0] else None)
-                name = re.sub(r"[`.]+,? ?|lolcats-hybrid` with |,? ?no linear part,?( a )?| in . blocks.*", "", row)
-                offset, side = (
-                    ((-5, 5 if "alone" in row else -10), "right")
-                    if "1024" in row or "alone" in row
-                    else ((5, -10), "left")
-                )
-                axis.annotate(name, place, offset, textcoords="offset points", fontsize=8, ha=side)
-        axis.set(xscale="log", xlabel=f"MiB of a sequence of {length} tokens", title=title, xlim=(least, 200 * least))
+                if all(found):
+                    place = runs[0]["cache_mib"][length], statistics.fmean(map(statistics.fmean, found))
+                    axis.plot(*place, style)
+                    words = r"[`.]+,? ?|lolcats-hybrid` with |,? ?no linear part,?( a )?| in . blocks.*|, same data.*"
+                    named.append((place, re.sub(words, "", row), "1024" in row or "alone" in row or "704" in row))
+        span = 100 if length == "32768" else 14
+        top = max(y for (_, y), *_ in named) + span / 20
+        for is_left in (False, True):
+            free = top
+            for place, name, _ in sorted((each for each in named if each[2] == is_left), key=lambda each: -each[0][1]):
+                free = min(place[1] + span / 80, free - span / 26)  # no label over another
+                at, side = (place[0] * (0.88 if is_left else 1.14), free), "right" if is_left else "left"
+                axis.annotate(name, at, fontsize=8, ha=side, va="center")
+        axis.set(xscale="log", xlabel=f"MiB of a sequence of {length} tokens", title=title, ylim=(top - span, top))
+        axis.set(xlim=(0.7 * least, 300 * least))
         axis.set_xticks([8, 16, 32, 64, 128, 256], ["8", "16", "32", "64", "128", "256"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8, loc="center right")
+    figure.axes[2].legend(fontsize=8, loc="center right")
     return figure
 
 

@@ -90,3 +90,18 @@ def test_gradients_are_those_of_the_definition():
     torch.testing.assert_close(found, expected)
     wrong = gradients(softmax_attention(*tensors, visible=Visible(7, **given)))
     assert (wrong[1] - expected[1]).abs().max() > 1e-3
+
+
+def test_sequences_of_new_lengths_need_no_plan(monkeypatch):
+    """On Hopper PyTorch's attention takes cuDNN's, which would plan for each length anew: also with gradients."""
+    (q, k, v), used = random_qkv(batch=1), []
+    attend = softmax.scaled_dot_product_attention
+
+    def watched(*args, **named):
+        used.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **named)
+
+    monkeypatch.setattr(softmax, "scaled_dot_product_attention", watched)
+    softmax_attention(q.requires_grad_(), k, v, visible=Visible(cu_seqlens=torch.tensor([0, 9, 20, TOKENS])))
+    assert used == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -94,10 +94,11 @@ def softmax_attention(
         if plain and q_BHTD.is_cuda and borders[-1] and takes_window(q_BHTD, k_BGKD, v_BGKD):
             return _of_sequences(q_BHTD, k_BGKD, v_BGKD, borders, of_keys, scoring.scale_of(q_BHTD))
         y = []
-        for (begin, end), (first, last) in zip(pairwise(borders), pairwise(of_keys), strict=True):
-            if begin < end:
-                part = q_BHTD[:, :, begin:end], k_BGKD[:, :, first:last], v_BGKD[:, :, first:last]
-                y.append(softmax_attention(*part, scoring, Visible(sliding_window, sinks), dropout=dropout))
+        with any_length():
+            for (begin, end), (first, last) in zip(pairwise(borders), pairwise(of_keys), strict=True):
+                if begin < end:
+                    part = q_BHTD[:, :, begin:end], k_BGKD[:, :, first:last], v_BGKD[:, :, first:last]
+                    y.append(softmax_attention(*part, scoring, Visible(sliding_window, sinks), dropout=dropout))
         return torch.cat(y, dim=2) if y else q_BHTD[..., : v_BGKD.shape[3]]
     takes = partial(supports_softmax_step, q_BHTD, k_BGKD, v_BGKD)
     if length is not None and forward_only and has_kernel("auto", q_BHTD, takes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,7 +95,6 @@ class ExactHeads(nn.Module):
         self.register_buffer("place_G", exact.cumsum(0).sub(1).clamp_min(0), persistent=False)
         self.memory = self.cache_BGNC = torch.empty(0)
         self.in_one_launch = False
-        self.launches: Any = None
 
     @staticmethod
     def _attention(softmax: Attention, kv_heads: int, name: str, backend: Any) -> Attention:
@@ -142,12 +141,10 @@ class ExactHeads(nn.Module):
         """Query, key and value of these heads, as vLLM's kernels take them; the cache has what is new."""
         whole = self.whole
         if self.in_one_launch and slots is not None:
-            from lolcats.ops.hybrid_attention.kernels.operands import alike
             from lolcats.vllm_plugin.take_heads import take_heads
 
-            launch = partial(self.launches, alike(*inputs, slots))
             # Keys and values are not read any more.
-            return [take_heads(inputs, self.heads, self.cache_BGNC, slots, _scales(whole), launch), *inputs[1:]]
+            return [take_heads(inputs, self.heads, self.cache_BGNC, slots, _scales(whole)), *inputs[1:]]
         query, key, value = (
             x.unflatten(1, (self.num_kv_heads, -1)).index_select(1, self.heads).flatten(1) for x in inputs
         )
@@ -171,10 +168,6 @@ class ExactHeads(nn.Module):
         cache = parts[0].as_strided(shape, (strides[0], apart, *strides[2:]))
         rounded = self.whole.query_quant is not None
         self.in_one_launch = _is_for_one_launch(self.whole, cache if not rounded else None)
-        if self.in_one_launch:
-            from lolcats.ops.hybrid_attention.kernels.operands import Launches
-
-            self.launches = Launches()
         return cache.view(torch.float8_e4m3fn) if rounded and self.in_one_launch else cache
 
 

@@ -250,9 +250,14 @@ def percent(name: str) -> Column:
 
 
 def wikitext(length: int, teacher: dict[str, Any]) -> Column:
-    """Perplexity as a multiple of the teacher's."""
+    """Perplexity as a multiple of the teacher's, on the same text."""
     name = f"perplexity_{length}"
-    return 2, lambda run: run["found"][name] / teacher[name] if name in run["found"] and name in teacher else None
+
+    def find(run: dict[str, Any]) -> float | None:
+        before = run.get("teacher", teacher).get(name)
+        return run["found"][name] / before if before and name in run["found"] else None
+
+    return 2, find
 
 
 def fact(kind: str, tokens: int, *measures: str) -> Column:
@@ -293,7 +298,8 @@ def far(results: Results) -> list[str]:
 
 def trained(results: Results) -> list[str]:
     """What training on other data leaves of a model and of its original."""
-    seeds = {"teacher": None, "25 %, 8 bits, gates on 8192 tokens": 1}  # of what was trained; None: all runs
+    # Of what was trained; None: all runs.
+    seeds = {"teacher": None, "`lolcats-hybrid`": None, "25 %, 8 bits, gates on 8192 tokens": 1}
     runs = [run for run in results.ability["0.5b"] if seeds.get(run["row"], -1) in (None, run["seed"])]
     columns, both = {"HumanEval": percent("humaneval"), "GSM8K": percent("gsm8k")}, ("recall", "recall_long")
     columns |= {"one fact, 8k": fact("needle", 8192, *both), "one of four, 8k": fact("needles", 8192, *both)}

@@ -56,7 +56,8 @@ def by_vllm(model: Any, tokenizer: Any, prompts: list[list[int]], new: int) -> l
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        with server(folder, ["--gpu-memory-utilization", "0.1"], Path(folder, "log")):
+        kept = ["--dtype", str(model.dtype).removeprefix("torch."), "--gpu-memory-utilization", "0.1"]
+        with server(folder, kept, Path(folder, "log")):
             served = Served(f"http://127.0.0.1:{PORT}", tokenizer, len(prompts))
             return [each.token_ids for each in served(prompts, new, ignore_eos=True, return_token_ids=True)]
 
@@ -84,7 +85,10 @@ def main() -> None:
             for row in measure(model, tokenizer, prompts, given.new_tokens, given.vllm):
                 rows.append({"dtype": str(dtype), "window": window, "cache_bits": bits} | row)
                 print(rows[-1], flush=True)
-            given.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1))
+            settings = {name: str(value) for name, value in vars(given).items()}
+            given.json.write_text(
+                json.dumps({"rows": rows, "settings": settings, "provenance": provenance()}, indent=1)
+            )
 
 
 if __name__ == "__main__":

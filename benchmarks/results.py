@@ -455,7 +455,7 @@ def frontier(results: Results) -> Figure:
                     place = runs[0]["cache_mib"][length], statistics.fmean(map(statistics.fmean, found))
                     axis.plot(*place, style)
                     words = r"[`.]+,? ?|lolcats-hybrid` with |,? ?no linear part,?( a )?| in . blocks.*|, same data.*"
-                    named.append((place, re.sub(words, "", row), "1024" in row or "alone" in row or "704" in row))
+                    named.append((place, re.sub(words, "", row), "1024" in row or "alone" in row))
         span = 100 if length == "32768" else 14
         top = max(y for (_, y), *_ in named) + span / 20
         for is_left in (False, True):

@@ -94,14 +94,14 @@ def test_gradients_are_those_of_the_definition():
 
 def test_sequences_of_new_lengths_need_no_plan(monkeypatch):
     """On Hopper PyTorch's attention takes cuDNN's, which would plan for each length anew: also with gradients."""
-    (q, k, v), used = random_qkv(batch=1), []
+    (q, k, v), used, opened = random_qkv(batch=1), [], len(softmax._before)
     attend = softmax.scaled_dot_product_attention
 
     def watched(*args, **named):
-        used.append(torch.backends.cuda.cudnn_sdp_enabled())
+        used.append((torch.backends.cuda.cudnn_sdp_enabled(), len(softmax._before) - opened))
         return attend(*args, **named)
 
     monkeypatch.setattr(softmax, "scaled_dot_product_attention", watched)
     softmax_attention(q.requires_grad_(), k, v, visible=Visible(cu_seqlens=torch.tensor([0, 9, 20, TOKENS])))
-    assert used == [False] * 3
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert used == [(False, 1)] * 3
+    assert len(softmax._before) == opened

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from lolcats.ops.hybrid_attention.state import Scoring, needs_gradient
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
 QUERY_BLOCK = 1024
 _before: list[bool] = []  # whether PyTorch took cuDNN's attention before each block of `any_length` that is open
+_lock = RLock()  # a finalizer may leave a block while its thread is entering another
 
 
 class Visible(NamedTuple):
@@ -52,15 +54,17 @@ class Visible(NamedTuple):
 def any_length() -> Iterator[None]:
     """Within the block PyTorch's attention starts at once for new lengths: on Hopper it takes cuDNN's otherwise, which
     plans some tenths of a second for each (https://github.com/modelscope/FunASR/issues/3704)."""
-    _before.append(torch.backends.cuda.cudnn_sdp_enabled())
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    with _lock:
+        _before.append(torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        first = _before[0]
-        _before.pop()
-        if not _before:
-            torch.backends.cuda.enable_cudnn_sdp(first)
+        with _lock:
+            first = _before[0]
+            _before.pop()
+            if not _before:
+                torch.backends.cuda.enable_cudnn_sdp(first)
 
 
 def softmax_attention(
@@ -93,8 +97,8 @@ def softmax_attention(
         plain = sliding_window is None and forward_only and not scoring.needs_scores
         if plain and q_BHTD.is_cuda and borders[-1] and takes_window(q_BHTD, k_BGKD, v_BGKD):
             return _of_sequences(q_BHTD, k_BGKD, v_BGKD, borders, of_keys, scoring.scale_of(q_BHTD))
-        y = []
-        with any_length():
+        y, varied = [], len(borders) > 2 and not torch.compiler.is_compiling()
+        with any_length() if varied else nullcontext():
             for (begin, end), (first, last) in zip(pairwise(borders), pairwise(of_keys), strict=True):
                 if begin < end:
                     part = q_BHTD[:, :, begin:end], k_BGKD[:, :, first:last], v_BGKD[:, :, first:last]

@@ -354,6 +354,8 @@ def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatc
     assert "does not know the architecture" in message()
     edit_config(folder, auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
     assert "only runs on request" in message()
+    (folder / "config.json").write_text(before[:40])
+    assert "cannot read" in message()
     (folder / "config.json").write_text(before)
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "quantised (gptq)" in message()
@@ -366,6 +368,8 @@ def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatc
     assert "already linearized" in message()
     llama().save_pretrained(folder)
     assert "no tokenizer" in message()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    assert "knows no words" in message()
     with monkeypatch.context() as patch:
         gated = OSError("You are trying to access a gated repo.")
         patch.setattr(AutoConfig, "from_pretrained", Mock(side_effect=gated))

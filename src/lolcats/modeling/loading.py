@@ -210,6 +210,8 @@ def _load_config(path: str, arguments: dict[str, Any]) -> PreTrainedConfig:
             )
         return AutoConfig.from_pretrained(path, **arguments)
     except OSError as error:
+        if os.path.isdir(path):
+            raise UserError(f"cannot read {path}: {_first_line(error)}") from error
         if "gated" in str(error):
             raise UserError(
                 f"{path} is given to those who accepted its licence: do so at https://huggingface.co/{path}, then log"
@@ -249,6 +251,8 @@ def _load_tokenizer(source: Source) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, **source.arguments)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"{path} has no tokenizer that loads: {_first_line(error)}") from error
+    if not tokenizer("a")["input_ids"]:  # transformers makes an empty one of tokenizer_config.json alone
+        raise UserError(f"the tokenizer of {path} knows no words: its tokenizer.json is missing, or its vocabulary")
     # Special tokens that no text has may lie beyond the embedding: Gemma 3's <image_soft_token>.
     rows = getattr(source.config.get_text_config(), "vocab_size", None) or sys.maxsize
     written = f"{getattr(tokenizer, 'chat_template', None)}{tokenizer.bos_token}{tokenizer.eos_token}"

@@ -97,7 +97,7 @@ def softmax_attention(
         plain = sliding_window is None and forward_only and not scoring.needs_scores
         if plain and q_BHTD.is_cuda and borders[-1] and takes_window(q_BHTD, k_BGKD, v_BGKD):
             return _of_sequences(q_BHTD, k_BGKD, v_BGKD, borders, of_keys, scoring.scale_of(q_BHTD))
-        y, varied = [], len(borders) > 2 and not torch.compiler.is_compiling()
+        y, varied = [], len(borders) > 2 and not torch.compiler.is_compiling()  # it would break compiled graphs
         with any_length() if varied else nullcontext():
             for (begin, end), (first, last) in zip(pairwise(borders), pairwise(of_keys), strict=True):
                 if begin < end:

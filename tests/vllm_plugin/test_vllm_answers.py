@@ -1,11 +1,13 @@
 """vLLM with the plugin gives the tokens and log-probabilities that transformers gives, however it schedules."""
 
+from collections import Counter
+
 import pytest
 import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_kit import PROMPTS, TOLERANCE, assert_same, rms_error, transformers_answers
 
-from lolcats.vllm_plugin import defaults, layer
+from lolcats.vllm_plugin import defaults, exact, layer
 
 # One layer of three keeps keys and values.
 HYBRID = {"attention": {"exact": [1]}}
@@ -70,6 +72,23 @@ def test_single_tokens_in_pages_and_rings(folder, serve, monkeypatch) -> None:
     for answer, right in zip(served.answers(given, new), expected, strict=True):
         assert answer.tokens == right.tokens
         assert answer.logprobs == pytest.approx(right.logprobs, abs=TOLERANCE)
+
+
+def test_neighbours_are_written_among_the_others(folder, serve, monkeypatch) -> None:
+    """As FlashAttention does it; vLLM's kernel for CPUs writes dense rows only."""
+    attention, written = AttentionBackendEnum.CPU_ATTN.get_class().get_impl_cls(), Counter[bool]()
+    original = attention.forward
+
+    def strided(self, layer, query, key, value, cache, metadata, output, **more):
+        written[output.is_contiguous()] += 1
+        output.copy_(original(self, layer, query, key, value, cache, metadata, output=output.contiguous(), **more))
+
+    monkeypatch.setattr(attention, "forward", strided)
+    monkeypatch.setattr(exact, "_takes_strides", lambda _: True)
+    path = folder(**HEADS, attention={"exact": ["0.0", "0.2", 1, "2.1", "2.2"]})
+    assert_same(serve(path).answers(PROMPTS), transformers_answers(path))
+    assert written[True] > 0  # apart, or all of a layer
+    assert written[False] > 0  # neighbours
 
 
 def test_a_prompt_is_one_pass_that_keeps_its_prefix(folder, serve, monkeypatch) -> None:

@@ -94,6 +94,8 @@ class ExactHeads(nn.Module):
         self.register_buffer("is_exact_G1", exact[:, None], persistent=False)
         self.register_buffer("place_G", exact.cumsum(0).sub(1).clamp_min(0), persistent=False)
         self.memory = self.cache_BGNC = torch.empty(0)
+        self.in_place = heads[-1] - heads[0] == len(heads) - 1 and _takes_strides(backend)  # neighbours
+        self.begin = heads[0] * softmax.num_heads // softmax.num_kv_heads
         self.in_one_launch = False
 
     @staticmethod
@@ -114,20 +116,21 @@ class ExactHeads(nn.Module):
         )
 
     def join(self, linear: Tensor, exact: Tensor) -> Tensor:
-        """These heads' output among the linear ones', if there are any."""
-        if len(self.heads) == self.num_kv_heads:
-            return exact.flatten(1)
+        """These heads' output among the linear ones'."""
         exact = exact.flatten(1).unflatten(1, (len(self.heads), -1)).index_select(1, self.place_G)
         return torch.where(self.is_exact_G1, exact, linear.unflatten(1, (self.num_kv_heads, -1))).flatten(1)
 
     def attend(self, inputs: list[Tensor], output: Tensor) -> None:
-        """Write the output [N, heads, D] of all heads of `whole` for the tokens of the current forward pass.
+        """Write the output of these heads for the tokens of the current forward pass.
 
         Args:
             inputs: query, key and value [N, heads * D] of all heads of the layer.
+            output: [N, heads, D] of the query heads of `whole`, or of the layer if `in_place`.
         """
         context: Any = get_forward_context()
         whole, name = self.whole, self.keys[0].layer_name
+        if self.in_place:
+            output = output[:, self.begin : self.begin + whole.num_heads]
         if self.memory is not self.keys[0].kv_cache:
             self.memory, self.cache_BGNC = self.keys[0].kv_cache, self._find_keys()
         metadata = context.attn_metadata[name][whole.num_kv_heads]
@@ -175,6 +178,11 @@ def unregistered(softmax: Any) -> Any:
     """vLLM's attention of a layer, for whose keys and values no memory will be reserved."""
     del get_current_vllm_config().compilation_config.static_forward_context[softmax.layer_name]
     return softmax
+
+
+def _takes_strides(backend: Any) -> bool:
+    """Whether it may write a layer's exact heads among the others."""
+    return backend.get_name() == "FLASH_ATTN"
 
 
 def _scales(whole: Attention) -> tuple[Tensor, ...]:

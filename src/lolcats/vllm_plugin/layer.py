@@ -139,10 +139,11 @@ class PagedHybridAttention(nn.Module):
         """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""
         query, key, value = query.flatten(1), key.flatten(1), value.flatten(1)
         inputs, outputs = [query, key, value], [torch.empty_like(query)]
-        if self.exact is not None:
-            outputs.append(query.new_empty(query.shape[0], self.exact.whole.num_heads, self.head_dim))
+        apart = None if self.exact is None or self.exact.in_place else self.exact
+        if apart is not None:
+            outputs.append(query.new_empty(query.shape[0], apart.whole.num_heads, self.head_dim))
         torch.ops.vllm.lolcats_attention(inputs, outputs, self.prefix)
-        return outputs[0] if self.exact is None else self.exact.join(*outputs)
+        return outputs[0] if apart is None else apart.join(*outputs)
 
     def _load(self, parameter: Tensor, loaded: Tensor) -> None:
         """This rank's rows of a parameter, which has as many for each linear KV head."""
@@ -154,7 +155,7 @@ class PagedHybridAttention(nn.Module):
         default_weight_loader(parameter, loaded[begin : begin + len(parameter)])
 
     def attend(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Write outputs for the tokens of the current pass: of linear and bounded heads, of other exact ones."""
+        """Write outputs for the tokens of the current pass: the layer's; of exact heads that are not written there."""
         metadata = get_forward_context().attn_metadata
         q, k, v, y = (x.view(len(x), x.shape[1] // self.head_dim, self.head_dim) for x in (*inputs[:3], outputs[0]))
         if metadata is None:  # vLLM measures memory, or captures what lies between these layers
@@ -162,8 +163,9 @@ class PagedHybridAttention(nn.Module):
                 self._try_prompts(Tokens(q, k, v, y, self.heads))
             torch._foreach_zero_(outputs)
             return
+        exact_y = y if len(outputs) == 1 else outputs[1]
         if self.exact is not None and not self.pages:
-            return self.exact.attend(inputs, outputs[1])
+            return self.exact.attend(inputs, exact_y)
         first = self.pages[0]
         batch = metadata[first.prefix]
         if first.views is None:
@@ -176,7 +178,7 @@ class PagedHybridAttention(nn.Module):
             side.wait_stream(torch.cuda.current_stream())
         if self.exact is not None:
             with torch.cuda.stream(side):
-                self.exact.attend(inputs, outputs[1])
+                self.exact.attend(inputs, exact_y)
         if self.linear_attention is not None:
             paged_attention(Tokens(q, k, v, y, self.heads), states, batch, **self._kernels())
         if side is not None:

@@ -91,6 +91,19 @@ def test_neighbours_are_written_among_the_others(folder, serve, monkeypatch) -> 
     assert written[False] > 0  # neighbours
 
 
+@pytest.mark.parametrize("exact", [[], [1], ["0.0", "0.1", "0.2", "1.3"]], ids=["linear", "hybrid", "heads"])
+def test_kernels_are_compiled_for_pages_like_vllms(folder, serve, exact) -> None:
+    """Triton compiles a kernel anew for strides that are, or are not, multiples of 16."""
+    served = serve(folder(**HEADS, attention={"exact": exact, "sinks": 1, "cache_bits": 8}))
+    layers = served.config.compilation_config.static_forward_context.values()
+    linear = [each for each in layers if getattr(each, "linear_attention", None) is not None]
+    for each in linear:
+        found, tried = each._find_pages()[0].views, each._scratch(torch.device("cpu")).views
+        for name, view in found.items():
+            assert [n % 16 for n in view.stride()] == [n % 16 for n in tried[name].stride()], name
+    assert linear
+
+
 def test_a_prompt_is_one_pass_that_keeps_its_prefix(folder, serve, monkeypatch) -> None:
     """As on a GPU, in Triton's interpreter: the state at the last multiple of 16 is written within the pass."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

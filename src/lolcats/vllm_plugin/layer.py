@@ -203,11 +203,15 @@ class PagedHybridAttention(nn.Module):
             states = states[:, 0].unflatten(1, (len(self.linear_attention.heads.linear), -1))
         return StatePages(self.parts, states), memory_NPC[:, self.state_pages :]
 
+    def _scratch(self, device: torch.device) -> StatePages:
+        """A page as aligned as vLLM's, and one that is not used: of one alone the strides would be others."""
+        nbytes, heads = -(-self.pages[0].size // 4096) * 4096, len(self.linear_attention.heads.linear)
+        memory_GNC = torch.zeros(heads, 2, nbytes, dtype=torch.uint8, device=device)
+        return StatePages(self.parts, memory_GNC.transpose(0, 1))
+
     def _try_prompts(self, prompt: Tokens) -> None:
-        """Prompts, and the rest of one in two pieces, in a page of scratch: kernels are compiled before any comes."""
-        nbytes = -(-self.pages[0].size // 4096) * 4096  # as aligned as vLLM's
-        heads = len(self.linear_attention.heads.linear)
-        pages = StatePages(self.parts, prompt.q_NHD.new_zeros((heads, 1, nbytes), dtype=torch.uint8).transpose(0, 1))
+        """Prompts, and the rest of one in two pieces: kernels are compiled before any comes."""
+        pages = self._scratch(prompt.q_NHD.device)
         page_2B = torch.zeros(2, 2, dtype=torch.int32, device=prompt.q_NHD.device)
         most, few = len(prompt.q_NHD), min(len(prompt.q_NHD), 16)
         for begin, seen in (([0, most], [0]), ([0, few], [0]), ([0, 1, few], [2048, 2049])):

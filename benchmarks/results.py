@@ -284,15 +284,16 @@ def ability(runs: list[dict[str, Any]]) -> list[str]:
     return of_runs(runs, columns | {title: wikitext(n, runs[0]["found"]) for title, n in texts.items()})
 
 
-def far(results: Results) -> list[str]:
+def far(runs: list[dict[str, Any]]) -> list[str]:
     """What is found in texts of up to 32k tokens."""
-    runs = [run for run in results.ability["0.5b"] if {"perplexity_32768", "recall_long"} & run["found"].keys()]
+    runs = [run for run in runs if {"perplexity_32768", "recall_long"} & run["found"].keys()]
     runs = [run for run in runs if run["row"] not in ON_THE_WAY]
     columns: dict[str, Column] = {}
     for title, kind in (("one fact", "needle"), ("one of four", "needles")):
         for tokens in (8192, 16384, 32768):
             columns[f"{title}, {tokens // 1024}k"] = fact(kind, tokens, "recall_long", "recall")
-    columns |= {f"WikiText-2, {n // 1024}k": wikitext(n, runs[0]["found"]) for n in (16384, 32768)}
+    teacher = runs[0]["found"] if runs[0]["row"] == "teacher" else {}  # of the same text
+    columns |= {f"WikiText-2, {n // 1024}k": wikitext(n, teacher) for n in (16384, 32768)}
     return of_runs(runs, columns)
 
 
@@ -360,9 +361,9 @@ def fill(page: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        own = {"hybrid": hybrid, "far": far, "trained": trained, "inside": inside, "samples": samples}
-        if size := {"ability": "0.5b", "ability_15": "1.5b"}.get(name):
-            lines = ability(results.ability[size])
+        own = {"hybrid": hybrid, "trained": trained, "inside": inside, "samples": samples}
+        if shown := {"ability": ability, "far": far}.get(name.removesuffix("_15")):
+            lines = shown(results.ability["1.5b" if name.endswith("_15") else "0.5b"])
         else:
             lines = own[name](results) if name in own else table(name, results)
         return "\n".join([f"<!-- {name} -->", *lines, f"<!-- /{name} -->"])

@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 
@@ -94,7 +95,8 @@ class ExactHeads(nn.Module):
         self.register_buffer("is_exact_G1", exact[:, None], persistent=False)
         self.register_buffer("place_G", exact.cumsum(0).sub(1).clamp_min(0), persistent=False)
         self.memory = self.cache_BGNC = torch.empty(0)
-        self.in_place = heads[-1] - heads[0] == len(heads) - 1 and _takes_strides(backend)  # neighbours
+        neighbours, every = heads[-1] - heads[0] == len(heads) - 1, len(heads) == self.num_kv_heads
+        self.in_place = every or (neighbours and _takes_strides(backend))
         self.begin = heads[0] * softmax.num_heads // softmax.num_kv_heads
         self.in_one_launch = False
 
@@ -182,7 +184,7 @@ def unregistered(softmax: Any) -> Any:
 
 def _takes_strides(backend: Any) -> bool:
     """Whether it may write a layer's exact heads among the others."""
-    return backend.get_name() == "FLASH_ATTN"
+    return backend.get_name() == "FLASH_ATTN" and current_platform.is_cuda()
 
 
 def _scales(whole: Attention) -> tuple[Tensor, ...]:

@@ -155,7 +155,7 @@ class PagedHybridAttention(nn.Module):
         default_weight_loader(parameter, loaded[begin : begin + len(parameter)])
 
     def attend(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Write outputs for the tokens of the current pass: the layer's; of exact heads that are not written there."""
+        """Write the layer's output for the tokens of the current pass, or that of exact heads apart, to be joined."""
         metadata = get_forward_context().attn_metadata
         q, k, v, y = (x.view(len(x), x.shape[1] // self.head_dim, self.head_dim) for x in (*inputs[:3], outputs[0]))
         if metadata is None:  # vLLM measures memory, or captures what lies between these layers
@@ -204,7 +204,7 @@ class PagedHybridAttention(nn.Module):
         return StatePages(self.parts, states), memory_NPC[:, self.state_pages :]
 
     def _scratch(self, device: torch.device) -> StatePages:
-        """A page as aligned as vLLM's, and one that is not used: of one alone the strides would be others."""
+        """Memory with the strides of vLLM's pages, modulo 16: of two pages, as PyTorch gives one other strides."""
         nbytes, heads = -(-self.pages[0].size // 4096) * 4096, len(self.linear_attention.heads.linear)
         memory_GNC = torch.zeros(heads, 2, nbytes, dtype=torch.uint8, device=device)
         return StatePages(self.parts, memory_GNC.transpose(0, 1))

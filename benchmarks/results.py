@@ -279,7 +279,7 @@ def ability(runs: list[dict[str, Any]]) -> list[str]:
     sizes = {"MiB at 1k": "1024", "8k": "8192", "32k": "32768"}
     columns: dict[str, Column] = {title: (0, lambda run, n=n: run["cache_mib"].get(n)) for title, n in sizes.items()}
     columns |= {title: percent(name) for title, name in tasks.items()}
-    runs = [run for run in runs if run["row"] not in ON_THE_WAY]
+    runs = [run for run in runs if run["row"] not in ON_THE_WAY and {*tasks.values()} & run["found"].keys()]
     texts = {"WikiText-2, 1k": 1024, "at 4k": 4096, "at 8k": 8192}
     return of_runs(runs, columns | {title: wikitext(n, runs[0]["found"]) for title, n in texts.items()})
 

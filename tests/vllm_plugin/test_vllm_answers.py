@@ -91,10 +91,10 @@ def test_neighbours_are_written_among_the_others(folder, serve, monkeypatch) -> 
     assert written[False] > 0  # neighbours
 
 
-@pytest.mark.parametrize("exact", [[], [1], ["0.0", "0.1", "0.2", "1.3"]], ids=["linear", "hybrid", "heads"])
-def test_kernels_are_compiled_for_pages_like_vllms(folder, serve, exact) -> None:
+@pytest.mark.parametrize("heads", [[], [1], ["0.0", "0.1", "0.2", "1.3"]], ids=["linear", "hybrid", "heads"])
+def test_kernels_are_compiled_for_pages_like_vllms(folder, serve, heads) -> None:
     """Triton compiles a kernel anew for strides that are, or are not, multiples of 16."""
-    served = serve(folder(**HEADS, attention={"exact": exact, "sinks": 1, "cache_bits": 8}))
+    served = serve(folder(**HEADS, attention={"exact": heads, "sinks": 1, "cache_bits": 8}))
     layers = served.config.compilation_config.static_forward_context.values()
     linear = [each for each in layers if getattr(each, "linear_attention", None) is not None]
     for each in linear:

@@ -5,14 +5,13 @@ from collections import Counter
 import pytest
 import torch
 from test_vllm_answers import BOUNDED, EXACT_HEADS
-from vllm_kit import GRAPHS, PROMPTS, assert_same, rms_error, transformers_answers
+from vllm_kit import GRAPHS, ON_GPU, PROMPTS, assert_same, rms_error, transformers_answers
 
 from lolcats.vllm_plugin import exact
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SLIDING = {"attention": {"window": "sliding"}}
-FLOAT32 = 1e-3  # in kernels that sum in another order
 
 
 @pytest.mark.parametrize("options", [{}, EXACT_HEADS, SLIDING, BOUNDED], ids=["linear", "heads", "sliding", "bounded"])
@@ -22,9 +21,9 @@ def test_cuda_graphs(folder, serve, options) -> None:
     served = serve(path, **GRAPHS)
     assert served.config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
     expected = transformers_answers(path)
-    assert_same([served.answers([prompt])[0] for prompt in PROMPTS[:3]], expected[:3], FLOAT32)
-    assert_same(served.answers(PROMPTS), expected, FLOAT32)
-    assert_same(served.answers(PROMPTS, new=9), transformers_answers(path, 9), FLOAT32)
+    assert_same([served.answers([prompt])[0] for prompt in PROMPTS[:3]], expected[:3], ON_GPU)
+    assert_same(served.answers(PROMPTS), expected, ON_GPU)
+    assert_same(served.answers(PROMPTS, new=9), transformers_answers(path, 9), ON_GPU)
 
 
 @pytest.mark.parametrize("options", [{}, EXACT_HEADS], ids=["linear", "heads"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_vllm_answers import HEADS
-from vllm_kit import PROMPTS, TOLERANCE, assert_same, transformers_answers
+from vllm_kit import ON_GPU, PROMPTS, TOLERANCE, assert_same, transformers_answers
 
 # Of four KV heads the first of two ranks has two: one exact, all, two and none.
 SPREAD = ["0.0", "0.2", 1, "2.0", "2.1", "3.3"]
@@ -22,5 +22,5 @@ SPREAD = ["0.0", "0.2", 1, "2.0", "2.1", "3.3"]
 def test_two_ranks(folder, serve, options) -> None:
     path = folder(**options)
     served = serve(path, tensor_parallel_size=2, max_num_batched_tokens=100)
-    tolerance = 1e-3 if torch.cuda.is_available() else TOLERANCE
+    tolerance = ON_GPU if torch.cuda.is_available() else TOLERANCE
     assert_same(served.answers(PROMPTS), transformers_answers(path), tolerance)

@@ -204,7 +204,7 @@ class PagedHybridAttention(nn.Module):
         return StatePages(self.parts, states), memory_NPC[:, self.state_pages :]
 
     def _scratch(self, device: torch.device) -> StatePages:
-        """Memory with the strides of vLLM's pages, modulo 16: of two pages, as PyTorch gives one other strides."""
+        """Two pages, of which one is used: a single page has other strides than vLLM's, and kernels depend on these."""
         nbytes, heads = -(-self.pages[0].size // 4096) * 4096, len(self.linear_attention.heads.linear)
         memory_GNC = torch.zeros(heads, 2, nbytes, dtype=torch.uint8, device=device)
         return StatePages(self.parts, memory_GNC.transpose(0, 1))

@@ -20,6 +20,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from secrets import token_hex
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
@@ -157,12 +158,13 @@ class Prompted:
 
 
 def passes(program: str) -> bool:
-    limits = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({4 << 30}, {4 << 30}))\n"
+    limits, passed = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({4 << 30}, {4 << 30}))\n", token_hex()
+    command = [sys.executable, "-I", "-c", f"{limits}{program}\nprint({passed!r})"]
     try:
-        done = subprocess.run([sys.executable, "-I", "-c", limits + program], capture_output=True, timeout=15)
+        done = subprocess.run(command, capture_output=True, timeout=15)
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode == 0
+    return done.returncode == 0 and passed.encode() in done.stdout
 
 
 def humaneval(

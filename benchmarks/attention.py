@@ -2,8 +2,6 @@
 
     python benchmarks/attention.py --json benchmarks/results/attention_h200.json
     python benchmarks/attention.py --shapes 1x1024,8x4096 --modes forward,train --implementations triton,sdpa_cudnn
-    python benchmarks/attention.py --shapes 8x4096 --modes train --profile
-    python benchmarks/attention.py --shapes 1x32768 --modes forward,train --implementations triton,packed,varlen_attn
 
 Calls are replayed CUDA graphs over rotating inputs, so that they show the kernels; host_us is what an eager call takes
 of the host, whatever the kernels take. Nothing is timed that `verify.py` finds wrong.
@@ -11,12 +9,12 @@ of the host, whatever the kernels take. Nothing is timed that `verify.py` finds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from attention_calls import IMPLEMENTATIONS, MODES, PEERS, AttentionBench, make_call, make_inputs
-from bench_tools import describe, host_us, kernel_times, main, measure, sets_for, settings_json
+from bench_tools import describe, host_us, main, measure, sets_for, settings_json
 from rich.console import Console
 from rich.table import Table
 from verify import verify
@@ -63,15 +61,6 @@ def _check(bench: AttentionBench) -> None:
         for name in given:
             if name not in known:
                 raise UserError(f"there is no {name!r}; choose of {', '.join(known)}")
-
-
-def profiles(bench: AttentionBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:
-    """(shape and mode, milliseconds of each device kernel in one call of the kernels)."""
-    device = torch.device(bench.device)
-    for batch, tokens in bench.shapes:
-        for mode in bench.modes:
-            call = make_call(bench, "triton", mode, make_inputs(bench, batch, tokens, mode, device))
-            yield f"{batch} x {tokens} {mode}", kernel_times(call, device)
 
 
 def _measure(

@@ -76,22 +76,14 @@ def main(benchmark: Any, defaults: Any) -> None:
     """Run a benchmark's script by its command line: progress on stderr, tables on stdout, and the file.
 
     Args:
-        benchmark: the script's names: run, print_table, __doc__, and profiles if it has any.
+        benchmark: the script's names: run, print_table and __doc__.
 
     Raises:
         UserError: settings that it refuses, or a file that cannot be written.
     """
     made = parser(defaults, benchmark["__doc__"])
-    if "profiles" in benchmark:
-        made.add_argument("--profile", action="store_true", help="instead: milliseconds of every kernel of a step")
     given = made.parse_args()
     bench, console, progress = settings(defaults, given), Console(width=200), Console(stderr=True, width=200)
-    if getattr(given, "profile", False):
-        for title, times in benchmark["profiles"](bench, progress):
-            console.print(title, highlight=False)
-            for name, milliseconds in times.items():
-                console.print(f"  {milliseconds:9.4f} ms  {name[:140]}", highlight=False, markup=False)
-        return
     benchmark["print_table"](benchmark["run"](bench, progress, saver(given.json)), console)
 
 
@@ -325,20 +317,3 @@ def memory_gib(device: torch.device) -> dict[str, float | None]:
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
     }
-
-
-def kernel_times(call: Callable[[], object], device: torch.device, calls: int = 5) -> dict[str, float]:
-    """Milliseconds of each device kernel (without a GPU, of each operator) in one call, largest first; a mean."""
-    for _ in range(3):
-        call()
-    with torch.profiler.profile() as recorded:
-        for _ in range(calls):
-            call()
-        synchronize(device)
-    on_device = device.type != "cpu"
-    times: dict[str, float] = {}
-    for event in recorded.events():
-        if (event.device_type != torch.profiler.DeviceType.CPU) == on_device:
-            spent_us = event.device_time_total if on_device else event.self_cpu_time_total
-            times[event.name] = times.get(event.name, 0.0) + spent_us / calls / 1e3
-    return dict(sorted(times.items(), key=lambda item: -item[1]))

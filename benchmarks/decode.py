@@ -1,7 +1,6 @@
 """Decoding speed and memory of a linearized model, against softmax in the same engine.
 
 python benchmarks/decode.py --model llama3-8b --json benchmarks/results/decode_h200.json
-python benchmarks/decode.py --batches 512 --profile
 python benchmarks/decode.py --model smollm2-135m --sections prefill
 python benchmarks/decode.py --sections throughput,softmax_engine --exact '["0.3", "4.1", "9"]' --prompt-tokens 8192 \
     --new-tokens 256 --no-read-prompts --batches 64,256
@@ -22,7 +21,6 @@ from bench_tools import (
     check_shape,
     describe,
     free,
-    kernel_times,
     main,
     memory_gib,
     random_model,
@@ -355,21 +353,6 @@ def _seconds(call: Callable[[], object], session: Session) -> float:
     call()
     synchronize(session.device)
     return time.perf_counter() - began_s
-
-
-def profiles(bench: DecodeBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:
-    """(batch size, milliseconds of each device kernel in one step with full windows)."""
-    session = Session(bench, console, lambda report: None)
-    model = session.model()
-    for batch in bench.batches:
-        with closing(_runner_of_many(bench, model, batch)) as runner:
-            prefill_prompts(runner, batch if bench.read_prompts else 1, bench.prompt_tokens, bench.prefill_chunk)
-            copy_first_slot(runner)
-            # full windows, and a block that has just begun: none of the steps that are counted begins one
-            block = steps_of_block(model)
-            step = partial(greedy_step, runner, torch.zeros(batch, dtype=torch.int64, device=session.device))
-            step_samples(step, 2 * block - bench.prompt_tokens % block + 1, session.device)
-            yield f"batch {batch}", kernel_times(step, session.device)
 
 
 RUN: dict[str, Callable[[Session], None]] = {

@@ -1,7 +1,6 @@
 """Speed and memory of both training stages on models of known shapes with random weights.
 
 python benchmarks/train.py --model llama3-8b --micro-batches 4,8 --json benchmarks/results/train_h200.json
-python benchmarks/train.py --model smollm2-135m --rows transfer --profile
 python benchmarks/train.py --model smollm2-135m --sinks 1 --train-feature-maps --position-offset 7168
 """
 
@@ -18,7 +17,6 @@ from bench_tools import (
     check_shape,
     describe,
     free,
-    kernel_times,
     main,
     memory_gib,
     quantile,
@@ -35,9 +33,7 @@ from lolcats.config import AdjustSection, TransferSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
-from lolcats.modeling.attention import SOFTMAX
 from lolcats.modeling.fused import fused_kernels
-from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.plan import SHAPES
 from lolcats.provenance import provenance
 from lolcats.training.attention_transfer import TransferStage
@@ -45,9 +41,8 @@ from lolcats.training.finetune import AdjustStage
 from lolcats.training.graphs import WARM_UP
 from lolcats.training.loop import Trainer
 
-# transfer, adjust: the two stages; softmax: stage 2's step with the original attention (the LoRA control);
-# frozen: the original model's forward pass alone, without the language-model head.
-ROWS = ("transfer", "adjust", "softmax", "frozen")
+# transfer, adjust: the two stages; softmax: stage 2's step with the original attention (the LoRA control)
+ROWS = ("transfer", "adjust", "softmax")
 FEATURE_LR = 1e-3  # of feature maps in stage 2, as in lolcats-linear
 
 
@@ -123,10 +118,6 @@ def updates(
     model = random_model(bench.model, bench.attention, **made)
     batch = micro_batch * bench.accumulate
     data = random_data(bench, 4 * batch)
-    if name == "frozen":
-        with fused_kernels(model, bench.fused_kernels):
-            yield _frozen_step(bench, model, data, batch)
-        return
     common: dict[str, Any] = {
         "batch_size": batch,
         "micro_batch_size": micro_batch,
@@ -156,34 +147,6 @@ def updates(
         trainer = Trainer(stage, data, config, seed=0)
         yield trainer.update
     stage.graphs.release()
-
-
-def profiles(bench: TrainBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:
-    """(row and shape, milliseconds of each device kernel in one update)."""
-    for micro_batch in bench.micro_batches:
-        for name in bench.rows:
-            with updates(bench, name, micro_batch, console) as step:
-                times = kernel_times(step, torch.device(bench.device))
-            yield f"{name}, {micro_batch} x {bench.tokens}: {sum(times.values()):.2f} ms in kernels", times
-
-
-def _frozen_step(bench: TrainBench, model: LolcatsForCausalLM, data: PackedDataset, batch: int) -> Callable[[], object]:
-    tokens_BT = data.batch(np.arange(batch))["input_ids"].to(model.device)
-    micro = batch // bench.accumulate
-
-    @torch.no_grad()
-    def forward() -> None:
-        for part_BT in tokens_BT.split(micro):
-            model.get_decoder()(input_ids=part_BT, use_cache=False, attention_call=SOFTMAX)
-
-    if model.device.type != "cuda" or bench.cuda_graphs == "off":
-        return forward
-    for _ in range(WARM_UP):
-        forward()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward()
-    return graph.replay
 
 
 def _measure(bench: TrainBench, name: str, micro_batch: int, console: Console) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import sys
 
 import attention
-import attention_calls
 import decode
 import pytest
 import torch
@@ -129,10 +128,3 @@ def test_wrong_options(call, arguments, message):
     with pytest.raises(UserError) as refused:
         call(*arguments)
     assert message in str(refused.value)
-
-
-def test_packed_sequences(bench):
-    assert sum(attention_calls.lognormal_lengths(32, 32768)) == 32768
-    packed = ("--implementations", "packed,varlen_attn", "--shapes", "1x20", "--packed-sequences", "3")
-    for row in bench(*ATTENTION, *packed, "--modes", "forward,train")[1]["rows"]:
-        assert ("error" in row) == (row["implementation"] == "varlen_attn")  # needs a GPU

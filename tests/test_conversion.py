@@ -353,7 +353,7 @@ def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatc
     edit_config(folder, model_type="brand_new_model")
     assert "does not know the architecture" in message()
     edit_config(folder, auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
-    assert "only runs on request" in message()
+    assert "brings its own model code" in message()
     (folder / "config.json").write_text(before[:40])
     assert "cannot read" in message()
     (folder / "config.json").write_text(before)

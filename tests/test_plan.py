@@ -19,7 +19,7 @@ from lolcats.config.attention import LayerHeads
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import cache_bytes, cache_sizes, heads_in_budget
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.plan import GB, GIB, GPUS, HUB_IDS, changed, cost, count, stages
+from lolcats.plan import GB, GIB, GPUS, HUB_IDS, changed, cost, count
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -112,10 +112,10 @@ def test_what_cannot_be_planned_is_named(tmp_path):
 def test_stages_and_their_own_settings():
     config = resolve({}, model=HUB_IDS["smollm2-135m"], data=["x"])
     model = count(config)
-    assert stages(config) == ["transfer", "gates", "adjust"]
+    assert config.stages == ["transfer", "gates", "adjust"]
     assert model.chosen == heads_in_budget(model.config, config.attention.exact_budget, model.config.dtype)
     control = {"adjust.softmax_control": True, "adjust.distill_factor": 0}
-    assert stages(changed(config, control)) == ["adjust"]
+    assert changed(config, control).stages == ["adjust"]
 
     def costs(stage, **fields):
         return cost(
@@ -165,7 +165,7 @@ def test_what_is_printed_fits_and_resolves(tmp_path, name, options):
             config = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout))
             processes = int(line.split()[2]) if line.startswith("torchrun") else 1
             model = model or count(config)  # of which the commands' settings change nothing
-            for stage in stages(config):
+            for stage in config.stages:
                 assert getattr(config, stage).batch_size % processes == 0
                 peak, seconds = cost(model, config, stage, size, processes)
                 assert peak <= size * GB

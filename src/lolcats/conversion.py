@@ -13,9 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedModel
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection
 from lolcats.config.attention import AttentionConfig
@@ -23,7 +21,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_NAME
 from lolcats.modeling.cache import longrope_border, recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.loading import Source, locate
+from lolcats.modeling.loading import Source, load_skeleton
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import AttentionLayer, probe
 
@@ -67,14 +65,9 @@ def check_architecture(section: ModelSection, attention: AttentionConfig, data: 
     Returns:
         The linearized model's configuration; None: judged later.
     """
-    config = copy.deepcopy(locate(section).config)  # the model writes into it
+    skeleton = load_skeleton(section)
     try:
-        with torch.device("meta"), no_init_weights():
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
-    except (ImportError, RuntimeError, TypeError, ValueError):  # of which loading says more
-        return None
-    try:
-        linearized = linearized_config(skeleton.eval(), attention)
+        linearized = linearized_config(skeleton, attention)
     except UserError as error:
         if error.__cause__ is None:  # else its forward pass failed
             raise

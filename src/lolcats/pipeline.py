@@ -199,7 +199,7 @@ def _train(run: Run, stage: TransferStage | GateStage | AdjustStage) -> None:
             section,
             seed=run.config.seed,
             directory=run.folder / stage.name,
-            resume=run.resume,
+            resume=run.continues,
             progress=Progress(run.console, run.tracking),
             fingerprint=run.identity(stage.name, stage.validation),
         )
@@ -219,7 +219,7 @@ def train_stage_1(run: Run) -> None:
         )
     else:
         with run.group.main_first():
-            run.blocks.stream(resume=run.resume or not run.group.is_main)
+            run.blocks.stream(resume=run.continues or not run.group.is_main)
         if run.config.adjust.enabled:
             load(run, whole=True)
             measure(run, "teacher", "softmax")

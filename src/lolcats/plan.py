@@ -77,7 +77,7 @@ def count(config: LinearizeConfig) -> Model:
         raise UserError(f"{source.model_type} with layers without attention ({recurrent}) {advice}")
     with torch.device("meta"):
         base: Any = AutoModelForCausalLM.from_config(source, dtype=torch.bfloat16).eval()
-    for stage in {"transfer", "adjust"} & set(stages(config)):
+    for stage in {"transfer", "adjust"} & set(config.stages):
         fit_positions(config.data_of(stage), base)
     attention, linearized, chosen = config.attention, linearized_config(base, config.attention), {}
     if attention.exact_budget is not None and not config.adjust.softmax_control:
@@ -95,13 +95,6 @@ def count(config: LinearizeConfig) -> Model:
     student_layers = LolcatsForCausalLM(linearized, base).linear_layers()
     maps = sum(value.numel() for _, layer in student_layers for value in layer.parameters())
     return Model(linearized, chosen, *counts, matrices, maps)
-
-
-def stages(config: LinearizeConfig) -> list[str]:
-    """Those that a run goes through."""
-    teaches = not config.adjust.softmax_control
-    gates = config.attention.exact_budget is not None and teaches
-    return ["transfer"] * (config.transfer.enabled and teaches) + ["gates"] * gates + ["adjust"] * config.adjust.enabled
 
 
 def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gpus: int = 1) -> tuple[float, float]:
@@ -198,7 +191,7 @@ def ways(model: Model, config: LinearizeConfig, memory_gb: float, gpus: int | No
     limit, four = memory_gb * GB, {"model.load_in_4bit": True}
     plans: list[tuple[str, int, dict[str, Any]]] = [("one process", 1, {}), ("one process, 4-bit", 1, four)]
     loss = {"transfer.select_by": "loss"} if config.transfer.select_by != "loss" else {}
-    if "transfer" in stages(config) and changed(config, loss).refused_in_blocks() is None:
+    if "transfer" in config.stages and changed(config, loss).refused_in_blocks() is None:
         for layers in range(len(model.config.linear_layers), 0, -1):
             blocks = loss | {"transfer.block_mode": "streaming", "transfer.block_layers": layers}
             if cost(model, changed(config, blocks), "transfer", memory_gb)[0] <= limit:
@@ -208,7 +201,7 @@ def ways(model: Model, config: LinearizeConfig, memory_gb: float, gpus: int | No
     if gpus != 1:
         plans.insert(len(plans) if gpus is None else 0, (f"{gpus or 8} processes", gpus or 8, {}))
     for name, ranks, changes in plans:
-        for stage in reversed(stages(changed(config, changes))):  # stage 2's micro-batches measure stage 1, too
+        for stage in reversed(changed(config, changes).stages):  # stage 2's micro-batches measure stage 1, too
             section, share = getattr(config, stage), -(-getattr(config, stage).batch_size // ranks)
             sizes = [size for size in range(min(section.micro_batch_size, share), 0, -1) if share % size == 0]
             for again, size in product((False, True), sizes):
@@ -219,4 +212,4 @@ def ways(model: Model, config: LinearizeConfig, memory_gb: float, gpus: int | No
                     break
             changes = changes | option
         final = changed(config, changes)
-        yield name, ranks, changes, {stage: cost(model, final, stage, memory_gb, ranks) for stage in stages(final)}
+        yield name, ranks, changes, {stage: cost(model, final, stage, memory_gb, ranks) for stage in final.stages}

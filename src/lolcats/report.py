@@ -29,13 +29,14 @@ def begin_report(config: Any, train: dict[str, Any], validation: Any) -> dict[st
     """What is known before training: the `LinearizeConfig`, training data by stage and validation data."""
     first = next(iter(train), "transfer")
     offset = train[first].position_offset if train else 0
+    length = train[first].input_ids.shape[1] if train else config.data.sequence_length
     report = {
         "base_model": config.model.path,
         "config": config.model_dump(mode="json"),
         "data": {
             **{stage: data.info for stage, data in train.items()},
             "validation": validation.info,
-            "positions": config.data_of(first).sequence_length + offset,
+            "positions": length + offset,
         },
         "perplexity": {},
         "stages": {},

@@ -74,19 +74,16 @@ class Run:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.resume = self.resume or self.transfer_from is not None
         self.folder, self.lock, self.begun = self.output / "run", FolderLock(self.output), False
         self.sharded = shards_weights(config, self.group)
-        self.in_blocks = config.transfer.block_mode != "joint"
-        control = config.adjust.softmax_control
-        has = {
-            "transfer": config.transfer.enabled and not control,
-            "gates": config.attention.exact_budget is not None and not control,
-            "adjust": config.adjust.enabled,
-        }
-        self.in_blocks = self.in_blocks and has["transfer"]
-        self.sections: dict[str, Any] = {name: getattr(config, name) for name, enabled in has.items() if enabled}
+        self.sections: dict[str, Any] = {name: getattr(config, name) for name in config.stages}
+        self.in_blocks = config.transfer.block_mode != "joint" and "transfer" in self.sections
         self.tracking: Callable[[str, int], GeneralTracker] | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether stages may have begun: in this folder, or in the one that they are taken from."""
+        return self.resume or self.transfer_from is not None
 
     @cached_property
     def weights(self) -> str:
@@ -115,7 +112,7 @@ class Run:
                     )
                 if own.max_rows is not None and own.max_rows <= data.held_out(own):
                     raise UserError(f"{own.path}: max_rows leaves none to train on: lower data.validation_rows")
-        length = config.data_of("transfer").sequence_length
+        length = min(config.data_of("transfer").sequence_length, positions_of(source))
         window = config.attention.capacity + config.attention.sinks
         if "transfer" in self.sections and config.attention.has_both_parts and length <= window:
             longer = f"data.sequence_length above {window}, or "
@@ -126,8 +123,8 @@ class Run:
                 f" feature maps would learn nothing: set {longer}a smaller window (--window-size, --sinks)"
             )
         if (linearized := check_architecture(config.model, config.attention, config.data)) is not None:
-            dtype: Any = getattr(torch, config.model.dtype, linearized.dtype)
-            self._check_budget(linearized, dtype or torch.float32)
+            dtype: Any = linearized.dtype
+            self._check_budget(linearized, dtype)
         if self.group.is_main:
             if (track := config.output.track) is not None:
                 check_tracker(track)
@@ -147,7 +144,7 @@ class Run:
             for name, (train, validation) in self.data.items():
                 section = self.sections[name]
                 BatchSampler(len(train), section.batch_size, config.seed)
-                if self.resume and self._takes(name, section, train, validation):
+                if self.continues and self._takes(name, section, train, validation):
                     taken.append(name)
             if config.adjust.enabled:
                 adapted_projections(self.model, config.adjust)

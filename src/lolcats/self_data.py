@@ -30,7 +30,7 @@ from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.request import Piece, Result, chat_text
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.cache import longrope_border
-from lolcats.modeling.loading import load_base_model, load_skeleton
+from lolcats.modeling.loading import load_base_model, load_skeleton, load_tokenizer, locate
 from lolcats.report import write_text
 from lolcats.training.progress import Progress
 from lolcats.training.run_folder import weights_hash
@@ -73,7 +73,7 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
 def _write(
     section: ModelSection, file: Path, count: int, prompts: list[Conversation] | None, seed: int, console: Console
 ) -> dict[str, Any]:
-    skeleton, tokenizer = load_skeleton(section)
+    skeleton, tokenizer = load_skeleton(section), load_tokenizer(locate(section))
     length = min(MAX_LENGTH, positions_of(skeleton), longrope_border(skeleton.config) or MAX_LENGTH)
     with closing(Progress(console)) as progress:
         sample = engine_sampler(section, length, min(SLOTS, count))

@@ -14,7 +14,7 @@ SHARED = dict.fromkeys(("generate", "chat", "serve", "eval"), MODEL_OPTIONS)
 def test_commands_have_the_options_of_the_configuration(command, options):
     text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
     assert all(f"--{name.replace('_', '-')}" in text for name in options)
-    assert {"device", "dtype", "trust_remote_code", "linear_length_cap"} <= set(MODEL_OPTIONS)
+    assert {"device", "dtype", "linear_length_cap"} <= set(MODEL_OPTIONS)
 
 
 @pytest.mark.parametrize(

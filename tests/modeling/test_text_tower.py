@@ -21,7 +21,7 @@ from lolcats.modeling.loading import load_base_model, load_skeleton
 @pytest.fixture
 def save(kit, tmp_path, monkeypatch):
     """save(family) -> the original model, and its folder for `load_base_model`."""
-    monkeypatch.setattr(loading, "_load_tokenizer", lambda *arguments: None)
+    monkeypatch.setattr(loading, "load_tokenizer", lambda *arguments: None)
 
     def saved(family):
         whole = kit.build_multimodal(family)
@@ -45,7 +45,7 @@ def test_the_language_model_alone_answers_texts_as_the_whole(save, kit, tmp_path
     base, _ = load_base_model(section)
     torch.testing.assert_close(base(input_ids).logits, expected, **TOLERANCE)
 
-    skeleton, _ = load_skeleton(section)
+    skeleton = load_skeleton(section)
     checkpoint = BaseCheckpoint(skeleton, tmp_path / "whole")
     checkpoint.load(["model"], torch.device("cpu"))
     for name, weight in skeleton.model.state_dict().items():

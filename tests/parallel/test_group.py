@@ -57,7 +57,7 @@ def test_micro_batches_become_small_enough(batch, micro, world, expected):
     ],
 )
 def test_which_runs_shard_their_weights(changes, memory, expected, both_stages, monkeypatch):
-    model = load_skeleton(LinearizeConfig.from_dict(both_stages).model)[0]
+    model = load_skeleton(LinearizeConfig.from_dict(both_stages).model)
     held = sum(parameter.nbytes for parameter in model.parameters())
     monkeypatch.setattr(sharding, "memory_bytes", lambda group: held * memory)
     config = LinearizeConfig.from_dict(merge(both_stages, merge({"parallel": {"shard": "auto"}}, changes)))

@@ -20,6 +20,7 @@ from lolcats.modeling import loading
 from lolcats.modeling.attention import SOFTMAX
 from lolcats.modeling.decoder import decoder_layers, embedding_name, run_layers
 from lolcats.modeling.loading import load_base_model, load_skeleton
+from lolcats.parallel import sharding
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.parallel.group import Group
@@ -29,7 +30,7 @@ from lolcats.parallel.sharding import load_sharded
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
     """A family's whole linearized model, and the same in parts."""
-    monkeypatch.setattr(loading, "_load_tokenizer", lambda *arguments: None)
+    monkeypatch.setattr(loading, "load_tokenizer", lambda *arguments: None)
 
     def build(family, *, sliding="linearize", **changes):
         folder = tmp_path / "model"
@@ -37,7 +38,7 @@ def pair(tmp_path, monkeypatch):
         section = ModelSection(path=str(folder), device="cpu")
         attention = AttentionConfig(window_size=3, sliding_layers=sliding)
         whole = convert(load_base_model(section)[0], attention)
-        partial = PartialModel(convert(load_skeleton(section)[0], attention), folder, torch.device("cpu"))
+        partial = PartialModel(convert(load_skeleton(section), attention), folder, torch.device("cpu"))
         return SimpleNamespace(whole=whole, partial=partial, folder=folder)
 
     return build
@@ -146,9 +147,8 @@ def test_softmax_layers_inside_and_at_the_borders(layer_types, expected, pair):
     assert [(block.begin, block.end) for block in blocks] == expected
 
 
-def test_tied_by_configuration_but_not_by_weights(tmp_path, monkeypatch):
+def test_tied_by_configuration_but_not_by_weights(tmp_path):
     """A checkpoint that holds both, differing, keeps both; equal ones are one."""
-    monkeypatch.setattr(loading, "_load_tokenizer", lambda *arguments: None)
     folder = tmp_path / "model"
     build_family("llama3.2").save_pretrained(folder)
     file = folder / "model.safetensors"
@@ -157,13 +157,13 @@ def test_tied_by_configuration_but_not_by_weights(tmp_path, monkeypatch):
     section = ModelSection(path=str(folder), device="cpu")
     for head, tied in [(embedding.clone(), {"lm_head.weight"}), (embedding + 1, set())]:
         save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-        model = convert(load_skeleton(section)[0], AttentionConfig())
+        model = convert(load_skeleton(section), AttentionConfig())
         assert PartialModel(model, folder, torch.device("cpu")).checkpoint.tied == tied
 
 
 def test_sharded_loading_reads_buffers(tmp_path, monkeypatch):
     """Gemma 4 scales each layer's output by a number that is saved, but is no parameter."""
-    monkeypatch.setattr(loading, "_load_tokenizer", lambda *arguments: None)
+    monkeypatch.setattr(sharding, "load_tokenizer", lambda *arguments: None)
     model = build_family("gemma4")
     for layer in model.model.layers:
         layer.layer_scalar.fill_(0.5)

@@ -210,7 +210,7 @@ def test_killed_in_both_stages_and_resumed_equals_unbroken(run, finished, tmp_pa
         assert torch.equal(resumed[weight], tensor), weight
 
 
-def test_output_folder_is_never_emptied(run, model_dir, tmp_path):
+def test_output_folder_is_never_emptied(run, model_dir, tmp_path, monkeypatch):
     output, own = tmp_path / "out", shutil.copytree(model_dir, tmp_path / "own")
     output.mkdir()
     (output / "mine.safetensors").write_text("keep me")
@@ -234,6 +234,10 @@ def test_output_folder_is_never_emptied(run, model_dir, tmp_path):
         run(tmp_path / "adapted", SHORT, overwrite=True)
     with pytest.raises(UserError, match="holds the model to be linearized"):
         run(own, SHORT, {"model": {"path": str(own)}}, overwrite=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match="holds the model to be linearized"):
+        run(own, SHORT, {"model": {"path": "~/own"}}, overwrite=True)
+    run(tmp_path / "home", SHORT, {"model": {"path": "~/own"}})
 
 
 def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path):
@@ -389,3 +393,7 @@ def test_stage_2_may_have_its_own_data(run, run_settings, finished, tmp_path):
     same, other = (value["perplexity"] for value in (finished[1], report))
     assert (other["teacher"], other["transfer"]) == (same["teacher"], same["transfer"])
     assert other["adjust"] not in (same["adjust"], report["stages"]["adjust"]["best_metric"])
+    short = {"adjust": {"enabled": False}}
+    with pytest.raises(UserError, match=r"is not empty.*--overwrite"):
+        run(tmp_path / "out", short, transfer_from=finished[0])
+    run(tmp_path / "out", short, transfer_from=finished[0], overwrite=True)

@@ -161,8 +161,8 @@ def weight_parts(model: Any, tied: set[str]) -> list[str]:
 
 def checkpoint_folder(path: str, revision: str | None) -> Path:
     """The local folder of a checkpoint; that of a hub repository is downloaded if it is not there yet."""
-    if Path(path).is_dir():
-        return Path(path)
+    if (folder := Path(path).expanduser()).is_dir():
+        return folder
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

@@ -61,11 +61,10 @@ def evaluate(
     section = data_section(data, given) if data else None
     if output is not None and not output.absolute().parent.is_dir():
         raise UserError(f"cannot write {output}: there is no folder {output.parent}")
-    from lolcats.evaluation.suite import check, evaluate_models
+    from lolcats.evaluation.suite import evaluate_models
     from lolcats.evaluation.tables import tables
 
     options = validated(EvalOptions, settings | {"data": section, "model_options": load.keywords})
-    check(options)
     paths = [*([] if teacher is None else [teacher]), *(path for path in models if path != teacher)]
 
     def keep(report: dict[str, Any]) -> None:

@@ -35,7 +35,6 @@ from lolcats.recipes import DEFAULT, SUFFIXES, load_recipe
 CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "device": ("model.device",),
     "dtype": ("model.dtype",),
-    "trust_remote_code": ("model.trust_remote_code",),
     "window_size": ("attention.window_size",),
     "sinks": ("attention.sinks",),
     "linear_length_cap": ("attention.linear_length_cap",),
@@ -58,7 +57,7 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "seed": ("seed",),
 }
 MODEL_OPTIONS = (
-    *("device", "dtype", "trust_remote_code"),
+    *("device", "dtype"),
     *(setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable")),
 )
 """Options of commands that load a model: where and how, and what can be changed of its attention."""
@@ -75,7 +74,6 @@ _HELP = {
     "begin_token": "Packed sequences begin with the begin token, or not. Measuring without either, they do as the model"
     " was trained (data.begin_token), or as the tokenizer of any other model begins a text.",
 }
-_ONLY_ON = ("trust_remote_code", "run_code")
 _METAVARS = {"exact": "HEADS", "linear_length_cap": "<int>|auto"}
 _PANELS = {"transfer": "Training", "adjust": "Training", "output": "Run", "seed": "Run"}
 
@@ -289,7 +287,7 @@ def _option(name: str, kind: Any, meaning: str, **details: Any) -> inspect.Param
         details["metavar"] = _METAVARS[name]
     elif kinds == [bool]:
         taken = bool
-        flag += "" if name in _ONLY_ON else f"/--no-{flag[2:]}"
+        flag += "" if name == "run_code" else f"/--no-{flag[2:]}"
     elif get_origin(kinds[0]) is Literal:
         details["metavar"] = "|".join(map(str, get_args(kinds[0])))
     elif len(kinds) == 1 and kinds[0] in (int, float, list[str]):

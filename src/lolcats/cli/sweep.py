@@ -110,10 +110,12 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
         if (finished := read_optional(done)) and finished["commands"] == commands:
             return finished
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus.get()}
-        with log.open("a", encoding="utf-8") as stream:
-            lines = [[sys.executable, "-m", "lolcats", *words] for words in commands]
-            failed = any(subprocess.call(line, env=environment, stdout=stream, stderr=stream) for line in lines)
-        gpus.put(environment["CUDA_VISIBLE_DEVICES"])
+        try:
+            with log.open("a", encoding="utf-8") as stream:
+                lines = [[sys.executable, "-m", "lolcats", *words] for words in commands]
+                failed = any(subprocess.call(line, env=environment, stdout=stream, stderr=stream) for line in lines)
+        finally:
+            gpus.put(environment["CUDA_VISIBLE_DEVICES"])
         if failed:
             return row | {"status": "failed", "log": str(log)}
         result = row | {"status": "finished", "commands": commands} | (read_optional(out / REPORT_FILE) or {})
@@ -134,7 +136,7 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
     found = {f"perplexity {step}": value for step, value in row.get("perplexity", {}).items()}
     found |= {f"perplexity on {name}": value for name, value in row.get("held_out", {}).items()}
     measured = row.get("evaluation", {})
-    for cell in [*measured.get("passkey", []), *measured.get("recall", [])]:
+    for cell in [*measured.get("passkey", []), *measured.get("recall", []), *measured.get("ruler", [])]:
         found[f"{cell.get('kind', 'passkey')} {cell['length']}"] = cell["accuracy"]
     found |= {name: cell["value"] for part in ("tasks", "averages") for name, cell in measured.get(part, {}).items()}
     return {name: value for name, value in found.items() if value is not None}

@@ -81,6 +81,13 @@ class LinearizeConfig(Section):
             setattr(self, stage, section.model_copy(update={"data": data}))
         return self
 
+    @property
+    def stages(self) -> list[str]:
+        """Those that a run goes through."""
+        teaches = not self.adjust.softmax_control
+        gates = self.attention.exact_budget is not None and teaches
+        return ["transfer"] * (self.transfer.enabled and teaches) + ["gates"] * gates + ["adjust"] * self.adjust.enabled
+
     def data_of(self, stage: str) -> DataSection:
         """What a stage, "transfer" or "adjust", trains on."""
         return getattr(self, stage).data or self.data

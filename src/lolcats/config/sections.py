@@ -39,8 +39,6 @@ class ModelSection(Section):
     load_in_4bit: bool = False
     """Keep the frozen weights in 4 bits (NF4, bitsandbytes): a quarter of the memory, a little less exact. The
     exported model has the checkpoint's own weights, with the trained parts."""
-    trust_remote_code: bool = False
-    """Run Python code shipped with the checkpoint."""
 
 
 class DataSource(Section):

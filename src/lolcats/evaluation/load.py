@@ -17,7 +17,7 @@ from lolcats.report import REPORT_FILE, read_optional
 
 
 def load_model(
-    path: str | Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, **attention: Any
+    path: str | Path, *, dtype: str = "auto", device: str = "auto", **attention: Any
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, from a hub id or folder.
 
@@ -25,8 +25,7 @@ def load_model(
         attention: settings of `AttentionConfig` (linear_length_cap, ...) for a linearized model
             that need no training; None, and other models, change nothing.
     """
-    section = {"path": str(path), "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    config = LinearizeConfig.from_dict({"model": section})
+    config = LinearizeConfig.from_dict({"model": {"path": str(path), "dtype": dtype, "device": device}})
     model, tokenizer = load_base_model(config.model, allow_linearized=True)
     attention = {name: value for name, value in attention.items() if value is not None}
     if attention and isinstance(model, LolcatsForCausalLM):

@@ -55,7 +55,7 @@ class Source:
 def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
     """Find a causal language model; one that is linearized already is refused unless `allow_linearized`."""
     path = _resolve(section)
-    arguments: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    arguments: dict[str, Any] = {"revision": section.revision, "trust_remote_code": False}
     config = _load_config(path, arguments)
     if isinstance(config, LolcatsConfig) and not allow_linearized:
         raise UserError(f"{path} is already linearized; start from the model it was made from")
@@ -64,9 +64,7 @@ def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
             f"{path} ({config.model_type}) is an encoder-decoder model; only decoders (causal language models) can be"
             " linearized"
         )
-    has_own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-    if not known and not has_own_code:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         raise UserError(f"{path} ({config.model_type}) is not a decoder: it has no causal language model")
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         raise UserError(
@@ -88,7 +86,7 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     path = source.path
     device = resolve_device(section.device)
     dtype = resolve_dtype(section.dtype, device)
-    tokenizer = _load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     tower: dict[str, Any] = (
         {} if source.whole is source.config else {"key_mapping": TEXT_NAMES, "config": source.config}
     )
@@ -130,23 +128,22 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     return model.eval(), tokenizer
 
 
-def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
-    """The model without its weights, and its tokenizer: parameters are on the meta device, buffers are real.
+def load_skeleton(section: ModelSection) -> PreTrainedModel:
+    """The model without its weights: parameters are on the meta device, buffers are real.
 
     Architecture, types and generation settings are those of `load_base_model`.
     """
     source = locate(section)
     path, config = source.path, source.config
     dtype = resolve_dtype(section.dtype, resolve_device(section.device))
-    tokenizer = _load_tokenizer(source)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
-    except (ImportError, ValueError, RuntimeError) as error:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"cannot build {path}: {error}") from error
     with suppress(OSError):  # most checkpoints have one; else it follows from the configuration
         model.generation_config = GenerationConfig.from_pretrained(path, revision=section.revision or "main")
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 def _resolve(section: ModelSection) -> str:
@@ -224,10 +221,7 @@ def _load_config(path: str, arguments: dict[str, Any]) -> PreTrainedConfig:
         ) from error
     except (KeyError, ValueError) as error:
         if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{path} brings its own model code, which only runs on request: pass trust_remote_code=true if you"
-                " trust it"
-            ) from error
+            raise UserError(f"{path} brings its own model code, which is not run: it cannot be linearized") from error
         raise UserError(
             f"transformers {transformers.__version__} does not know the architecture of {path}: {_first_line(error)}"
         ) from error
@@ -245,7 +239,8 @@ def _quantize(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings)}
 
 
-def _load_tokenizer(source: Source) -> Any:
+def load_tokenizer(source: Source) -> Any:
+    """The tokenizer, whose tokens all have rows of the embedding."""
     path = source.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **source.arguments)

@@ -25,7 +25,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.decoder import decoder_layers
-from lolcats.modeling.loading import load_skeleton
+from lolcats.modeling.loading import load_skeleton, load_tokenizer, locate
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import Group
 
@@ -45,7 +45,7 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
     if model.load_in_4bit:
         return False
     with group.main_first():
-        skeleton, _ = load_skeleton(model)
+        skeleton = load_skeleton(model)
     size = sum(parameter.nbytes for parameter in skeleton.parameters())
     return size > REPLICATED_SHARE * min(group.gather(memory_bytes(group)))
 
@@ -62,7 +62,7 @@ def load_sharded(section: ModelSection, attention: AttentionConfig, group: Group
     """The converted model and its tokenizer; every process holds its shard of each weight, and of one layer all."""
     assert group.device is not None
     with group.main_first():
-        base, tokenizer = load_skeleton(section)
+        base, tokenizer = load_skeleton(section), load_tokenizer(locate(section))
         folder = checkpoint_folder(str(base.name_or_path or section.path), section.revision)
     base.tie_weights()
     settings: dict[str, Any] = {"mesh": init_device_mesh(group.device.type, (group.world,))}

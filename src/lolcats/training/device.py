@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config import OptimSection
+from lolcats.modeling.softmax import upload
 
 NEEDS_LEAST = {"micro_batch_size": 1, "gradient_checkpointing": True, "xent_factor": 0.0, "cuda_graphs": "off"}
 """Settings of a stage with which it needs least memory."""
@@ -45,12 +46,7 @@ def explain_out_of_memory(error: BaseException, stage: str, config: OptimSection
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The batch on the device, without waiting for the device."""
-    if device.type != "cuda":
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    return {
-        name: tensor if tensor.is_cuda else tensor.pin_memory().to(device, non_blocking=True)
-        for name, tensor in batch.items()
-    }
+    return {name: tensor if tensor.is_cuda else upload(tensor, device) for name, tensor in batch.items()}
 
 
 def random_state(device: torch.device) -> dict[str, str]:

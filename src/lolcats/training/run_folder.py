@@ -61,7 +61,7 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
         raise UserError(f"{output} is a file; choose a folder for --output")
     if (output / "adapter_config.json").exists():
         raise UserError(f"{output} holds an adapter, which would change the new model: choose another --output")
-    base = Path(config.model.path or "")
+    base = Path(config.model.path or "").expanduser()
     if output.exists() and base.exists() and output.samefile(base):
         raise UserError(f"{output} holds the model to be linearized, which must stay: choose another --output")
     saved = output / "run" / "config.yaml"

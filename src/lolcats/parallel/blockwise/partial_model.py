@@ -17,14 +17,14 @@ from lolcats.errors import UserError
 from lolcats.modeling.cache import shares_keys
 from lolcats.modeling.decoder import decoder_layers, embedding_name
 from lolcats.modeling.layer import HybridAttention
-from lolcats.modeling.loading import load_skeleton, resolve_device
+from lolcats.modeling.loading import load_skeleton, load_tokenizer, locate, resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.layers import LayerBlock
 
 
 def load_in_parts(config: LinearizeConfig, device: torch.device | None = None) -> tuple[PartialModel, Any]:
     """The converted model without its weights, and its tokenizer."""
-    skeleton, tokenizer = load_skeleton(config.model)
+    skeleton, tokenizer = load_skeleton(config.model), load_tokenizer(locate(config.model))
     torch.manual_seed(config.seed)  # feature maps start as in joint training
     model = convert(skeleton, config.attention)
     folder = checkpoint_folder(str(config.model.path), config.model.revision)

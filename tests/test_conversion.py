@@ -171,6 +171,8 @@ def test_layers_without_attention_stay_as_they_are():
     assert not model.model.model.layers[0].mamba._forward_pre_hooks
     with pytest.raises(UserError, match=r"exact=0-1: .* has attention in the layers 1"):
         convert(build_family("granite4"), AttentionConfig(exact=["0-1"]))
+    with pytest.raises(UserError, match=r"exact=1-0: .* as in 0-1"):
+        convert(build_family("granite4"), AttentionConfig(exact=["1-0"]))
 
 
 def test_layers_that_carry_states_do_not_separate_documents():

@@ -1,6 +1,7 @@
 """`lolcats sweep`: how files expand, real runs of a tiny model, and what happens to rows that fail."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_real_rows_finish_fail_and_are_tried_again(run_settings, data_file, tmp_
     assert "absent" in Path(failed["log"]).read_text()
     assert {"perplexity teacher", "perplexity adjust", "perplexity on own"} <= numbers_of(finished).keys()
     assert f"{finished['held_out']['own']:.3f}" in result.stdout
-    monkeypatch.setattr(sweep.subprocess, "call", lambda line, **_: line[-2] != str(tmp_path / "out" / "none-seed0"))
+    monkeypatch.setattr(sweep, "_call", lambda line, *_, **__: line[-2] != str(tmp_path / "out" / "none-seed0"))
     _, again = call()
     assert again[0] == finished  # not run again, or its command would have failed
     assert again[1]["status"] == "failed"
@@ -114,11 +115,21 @@ def test_real_rows_finish_fail_and_are_tried_again(run_settings, data_file, tmp_
 def test_rows_share_the_gpus(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setattr(
-        sweep.subprocess, "call", lambda line, env, **_: seen.append((line[:3], env["CUDA_VISIBLE_DEVICES"]))
-    )
+    monkeypatch.setattr(sweep, "_call", lambda line, _, env, **__: seen.append((line[:3], env["CUDA_VISIBLE_DEVICES"])))
     spec = read_sweep(write(tmp_path, seeds=[0, 1, 2, 3]), {})
     rows = sweep.run_rows(spec, expand(spec, {}), tmp_path / "out")
     assert [row["seed"] for row in rows] == [0, 1, 2, 3]
     assert {gpu for _, gpu in seen} <= {"3", "5"}
     assert all(command == [sys.executable, "-m", "lolcats"] for command, _ in seen)
+
+
+def test_a_sweep_that_is_ended_ends_its_runs(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    ends = f"trap 'touch {tmp_path}/ended; exit 1' TERM"
+    python.write_text(f"#!/bin/sh\n{ends}\nsleep 0.2; kill -TERM {os.getpid()}\nsleep 60 & wait\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    spec = read_sweep(write(tmp_path), {})
+    with pytest.raises(KeyboardInterrupt, match="the same command continues"):
+        sweep.run_rows(spec, expand(spec, {}), tmp_path / "out")
+    assert (tmp_path / "ended").exists()

@@ -273,7 +273,9 @@ def named_heads(names: Iterable[str], num_kv_heads: Mapping[int, int], model: st
         layer, _, head = name.partition(".")
         first, _, last = layer.partition("-")
         layers = range(int(first), int(last or first) + 1)
-        if not layers or not num_kv_heads.keys() >= set(layers):
+        if not layers:
+            raise UserError(f"exact={name}: expected the first layer before the last, as in {last}-{first}")
+        if not num_kv_heads.keys() >= set(layers):
             most = max(num_kv_heads)
             known = f"0 to {most}" if len(num_kv_heads) > most else ", ".join(map(str, num_kv_heads))
             raise UserError(f"exact={name}: {model} has attention in the layers {known}")

@@ -58,9 +58,9 @@ def test_files_of_prompts(cli, linearized, tmp_path):
     for file, prompts in ((text, ["w1", " w2\u2028 w3"]), (lines, ["w1\nw2", "w4"])):
         result = cli("generate", "out/", "--prompts-file", file, "--max-new-tokens", 2, "--json")
         assert [json.loads(line)["prompt"] for line in result.stdout.split("\n")[:-1]] == prompts
-    for line in ("nonsense", "[1]", '{"text": "a"}'):
-        lines.write_text(f'{{"prompt": "first"}}\n{line}')
-        assert "line 2: expected" in cli("generate", "out/", "--prompts-file", lines).stderr
+    for line in ("nonsense", "[1]", '{"text": "a"}', '{"prompt": 5}'):
+        lines.write_text(f'{{"prompt": "first"}}\n\n{line}')
+        assert "line 3: expected" in cli("generate", "out/", "--prompts-file", lines).stderr
 
 
 def test_one_prompt_that_fails_is_told_at_the_end(cli, linearized):

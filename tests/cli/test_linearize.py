@@ -14,7 +14,7 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
         *("linearize", "some/model", "--data", "a.jsonl,weight=3", "--data", "b.txt", "--linear-length-cap", "0"),
         *("--window-size", 16, "--exact", "0-2,5.1", "--exact", 7, "--set", "attention.feature_map=null"),
         *("--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-transfer", "--set", "adjust.distill_factor=0.25"),
-        *("--max-tokens", 9000, "--set", "adjust.lr=0.5"),
+        *("--cache-bits", "null", "--max-tokens", 9000, "--set", "adjust.lr=0.5"),
     )
     result = cli(*words, "-o", tmp_path / "out", "--overwrite")
     assert result.exit_code == 0, result.output
@@ -23,7 +23,7 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
     assert (options["resume"], options["overwrite"]) == (False, True)
     assert [(source.path, source.weight) for source in config.data.sources] == [("a.jsonl", 3), ("b.txt", 1)]
     attention = config.attention
-    assert (attention.window_size, attention.feature_map) == (16, None)
+    assert (attention.window_size, attention.feature_map, attention.cache_bits) == (16, None, None)
     assert attention.exact == ("0-2", "5.1", "7")
     assert (config.seed, config.data.max_train_tokens, config.adjust.lr) == (3, 9000, 0.5)
     assert (config.model.path, config.model.device, config.model.dtype) == ("some/model", "cpu", "float32")

@@ -217,13 +217,20 @@ def test_settings_that_do_not_fit_change_nothing(make_linear, settings, message)
     assert model.config.attention == before
 
 
-def test_conversion_and_loading_give_a_cap(model_dir, tmp_path):
+def test_conversion_and_loading_give_a_cap(model_dir, tmp_path, caplog):
     base, tokenizer = load_model(model_dir)
     convert(base, AttentionConfig(window_size=4, linear_length_cap=9)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    for given, expected in ((None, 9), (50, 50), (0, 0)):
-        model, _ = load_model(tmp_path, linear_length_cap=given)
+    for given, expected in (
+        ({}, 9),
+        ({"linear_length_cap": 50}, 50),
+        ({"linear_length_cap": 0, "cache_bits": None}, 0),
+    ):
+        model, _ = load_model(tmp_path, **given)
         for _, module in model.linear_layers():
             assert module.config.linear_length_cap == expected
+    assert not caplog.text
+    load_model(model_dir, cache_bits=None)
+    assert f"--cache-bits null changes nothing: {model_dir} is not linearized" in caplog.text
     with pytest.raises(UserError, match="--linear-length-cap -1"):
         load_model(tmp_path, linear_length_cap=-1)

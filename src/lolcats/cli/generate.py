@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -89,15 +90,14 @@ def generate(
 def _read(file: Path) -> list[str]:
     """The prompts of a file; other line separators than \\n belong to them."""
     try:
-        lines = [line.removesuffix("\r") for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompts-file {file}: {error}") from error
-    if file.suffix != ".jsonl":
-        return lines
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f'{file}, line {number}: expected {{"prompt": TEXT}}, got {line[:100]}') from error
-    return prompts
+    lines = {number: line.removesuffix("\r") for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    for number, line in lines.items() if file.suffix == ".jsonl" else ():
+        with suppress(ValueError, TypeError, KeyError):
+            if isinstance(prompt := json.loads(line)["prompt"], str):
+                lines[number] = prompt
+                continue
+        raise UserError(f'{file}, line {number}: expected {{"prompt": TEXT}}, got {line[:100]}')
+    return list(lines.values())

@@ -74,7 +74,8 @@ _HELP = {
     "begin_token": "Packed sequences begin with the begin token, or not. Measuring without either, they do as the model"
     " was trained (data.begin_token), or as the tokenizer of any other model begins a text.",
 }
-_METAVARS = {"exact": "HEADS", "linear_length_cap": "<int>|auto"}
+_METAVARS = {"exact": "HEADS", "exact_window": "<int>|BYTES|null", "cache_bits": "8|null"}
+_METAVARS["linear_length_cap"] = "<int>|auto"
 _PANELS = {"transfer": "Training", "adjust": "Training", "output": "Run", "seed": "Run"}
 
 Sources = Annotated[
@@ -256,8 +257,8 @@ def _with_options(
         given = {name: text for name, text in texts.items() if text not in (None, [])}
         if "exact" in given:
             given["exact"] = ",".join(given["exact"])
-        if "linear_length_cap" in given:
-            given["linear_length_cap"] = yaml.safe_load(given["linear_length_cap"])  # a number, or "auto"
+        for name in (_METAVARS.keys() & given.keys()) - {"exact"}:
+            given[name] = yaml.safe_load(given[name])  # a number, a word, or null
         return command(**arguments, **{argument: collect(given)})
 
     parameters = [*kept, *options]

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -112,8 +113,8 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus.get()}
         try:
             with log.open("a", encoding="utf-8") as stream:
-                lines = [[sys.executable, "-m", "lolcats", *words] for words in commands]
-                failed = any(subprocess.call(line, env=environment, stdout=stream, stderr=stream) for line in lines)
+                where: dict[str, Any] = {"env": environment, "stdout": stream, "stderr": stream}
+                failed = any(_call([sys.executable, "-m", "lolcats", *words], running, **where) for words in commands)
         finally:
             gpus.put(environment["CUDA_VISIBLE_DEVICES"])
         if failed:
@@ -126,9 +127,26 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
         write_text(done, json.dumps(result))
         return result
 
+    running: list[subprocess.Popen[bytes]] = []
+
+    def stop(*_: object) -> None:
+        for process in running:
+            process.terminate()
+        raise KeyboardInterrupt("the same command continues")
+
     folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(gpus.qsize()) as pool:
-        return list(pool.map(run, rows))
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with ThreadPoolExecutor(gpus.qsize()) as pool:
+            return list(pool.map(run, rows))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _call(line: list[str], running: list[subprocess.Popen[bytes]], **options: Any) -> int:
+    process = subprocess.Popen(line, **options)
+    running.append(process)
+    return process.wait()
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.report import REPORT_FILE, read_optional
 
+_LOG = logging.getLogger(__name__)
+
 
 def load_model(
     path: str | Path, *, dtype: str = "auto", device: str = "auto", **attention: Any
@@ -23,17 +27,18 @@ def load_model(
 
     Args:
         attention: settings of `AttentionConfig` (linear_length_cap, ...) for a linearized model
-            that need no training; None, and other models, change nothing.
+            that need no training; of other models they change nothing.
     """
     config = LinearizeConfig.from_dict({"model": {"path": str(path), "dtype": dtype, "device": device}})
     model, tokenizer = load_base_model(config.model, allow_linearized=True)
-    attention = {name: value for name, value in attention.items() if value is not None}
+    flags = " ".join(f"--{name.replace('_', '-')} {json.dumps(value)}" for name, value in attention.items())
     if attention and isinstance(model, LolcatsForCausalLM):
         try:
             model.set_attention(**attention)
         except ValueError as error:
-            flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in attention.items())
             raise UserError(f"{flags}: {error}") from error
+    elif attention:
+        _LOG.warning("%s changes nothing: %s is not linearized", flags, path)
     return model.eval(), tokenizer
 
 

@@ -245,7 +245,10 @@ def load_tokenizer(source: Source) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **source.arguments)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"{path} has no tokenizer that loads: {_first_line(error)}") from error
+        raise UserError(
+            f"{path} has no tokenizer that loads ({_first_line(error)}): put the original's tokenizer.json and"
+            " tokenizer_config.json beside the weights"
+        ) from error
     if not tokenizer("a")["input_ids"]:  # transformers makes an empty one of tokenizer_config.json alone
         raise UserError(f"the tokenizer of {path} knows no words: its tokenizer.json is missing, or its vocabulary")
     # Special tokens that no text has may lie beyond the embedding: Gemma 3's <image_soft_token>.

@@ -207,14 +207,15 @@ class Service:
 
     def _encode(self, request: OpenAIRequest) -> list[list[int]]:
         """The tokens of each prompt."""
+        wanted = request.max_tokens
         try:
             if isinstance(request, ChatRequest):
                 text = chat_text(self.engine.tokenizer, [message.for_template() for message in request.messages])
-                self._new_tokens(len(text) // self._longest_token, None)  # before tokenizing what would take long
+                self._new_tokens(len(text) // self._longest_token, wanted)  # before tokenizing what would take long
                 return [self.engine.encode(text, special=False)]
             assert isinstance(request, CompletionRequest)
             for prompt in request.prompt:  # reject before tokenizing what would take long
-                self._new_tokens(len(prompt) // (self._longest_token if isinstance(prompt, str) else 1), None)
+                self._new_tokens(len(prompt) // (self._longest_token if isinstance(prompt, str) else 1), wanted)
             return [self.engine.encode(prompt) for prompt in request.prompt]
         except UserError as error:  # of the chat template
             raise api_error(400, str(error), param="messages") from error

@@ -233,14 +233,15 @@ Column = tuple[int, Callable[[dict[str, Any]], float | None]]  # digits, and wha
 
 
 def of_runs(runs: list[dict[str, Any]], columns: dict[str, Column]) -> list[str]:
-    """A row for each title of runs: means over these, "-" where nothing was measured."""
+    """A row for each title of runs: means over these, with how many measured it if not all did; "-": none."""
     rows = []
     for title in dict.fromkeys(run["row"] for run in runs):
         same = [run for run in runs if run["row"] == title]
         cells = [title, str(len(same))]
         for digits, find in columns.values():
             values = [value for run in same if (value := find(run)) is not None]
-            cells.append(f"{statistics.fmean(values):.{digits}f}" if values else "-")
+            some = f" ({len(values)})" if title != "teacher" and len(values) < len(same) else ""
+            cells.append(f"{statistics.fmean(values):.{digits}f}{some}" if values else "-")
         rows.append(cells)
     return markdown(["", "runs", *columns], rows)
 
@@ -286,8 +287,8 @@ def ability(runs: list[dict[str, Any]]) -> list[str]:
 
 def far(runs: list[dict[str, Any]]) -> list[str]:
     """What is found in texts of up to 32k tokens."""
-    runs = [run for run in runs if {"perplexity_32768", "recall_long"} & run["found"].keys()]
-    runs = [run for run in runs if run["row"] not in ON_THE_WAY]
+    titles = {run["row"] for run in runs if {"perplexity_32768", "recall_long"} & run["found"].keys()} - {*ON_THE_WAY}
+    runs = [run for run in runs if run["row"] in titles and {"recall", "recall_long"} & run["found"].keys()]
     columns: dict[str, Column] = {}
     for title, kind in (("one fact", "needle"), ("one of four", "needles")):
         for tokens in (8192, 16384, 32768):
@@ -302,7 +303,7 @@ def trained(results: Results) -> list[str]:
     # Of what was trained; None: all runs.
     seeds = {"teacher": None, "`lolcats-hybrid`": None, "25 %, 8 bits, gates on 8192 tokens": 1}
     runs = [run for run in results.ability["0.5b"] if seeds.get(run["row"], -1) in (None, run["seed"])]
-    columns, both = {"HumanEval": percent("humaneval"), "GSM8K": percent("gsm8k")}, ("recall", "recall_long")
+    columns, both = {"HumanEval": percent("humaneval"), "GSM8K": percent("gsm8k")}, ("recall_long", "recall")
     columns |= {"one fact, 8k": fact("needle", 8192, *both), "one of four, 8k": fact("needles", 8192, *both)}
     return of_runs([*runs, *(run for run in results.long if "humaneval" in run["found"])], columns)
 

@@ -95,6 +95,30 @@ def test_prompts_that_the_user_gives(chat_dir, tmp_path):
     assert all(row["messages"][-1] != old for row in written)
 
 
+def test_what_rows_ask(tmp_path, capsys):
+    """In every form that is read with answers; the others are counted."""
+    user = {"role": "user", "content": "w1"}
+    given = {
+        "context": {"instruction": "w1", "context": "w2", "response": "old", "system": "w9"},
+        "question": {"question": "w1", "context": "w2"},
+        "shared": {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "old"}]},
+        "text": {"messages": json.dumps([user]), "system": "w9"},
+        "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]},
+        "prompt": {"prompt": [user], "completion": "old"},
+    }
+    system, both = {"role": "system", "content": "w9"}, {"role": "user", "content": "w1\n\nw2"}
+    expected = {"context": [system, both], "question": [both], "text": [system, user]}
+    for name, row in given.items():
+        source = DataSource(path=str(_file(tmp_path, [row, {**row, "tools": "[{}]"}])), answers="teacher")
+        assert self_data.prompts_of(source, Console()) == [expected.get(name, [user])], name
+        assert "1 rows are not answered: tools" in capsys.readouterr().out.replace("\n", "")
+    for row, message in (({"messages": [{"content": "w1"}]}, "row 0 .* role and"), ({"text": "w1"}, "questions")):
+        with pytest.raises(UserError, match=message):
+            self_data.prompts_of(DataSource(path=str(_file(tmp_path, [row])), answers="teacher"), Console())
+    with pytest.raises(ValueError, match="format=alpaca changes nothing"):
+        DataSource(path="rows.jsonl", answers="teacher", format="alpaca")
+
+
 def _file(folder, given):
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in given))

@@ -68,15 +68,19 @@ def test_what_wins(tmp_path):
 @pytest.mark.parametrize(
     ("values", "paths", "message"),
     [
-        ({"axis": {}}, {}, "axis is missing or unknown"),
+        ({"axis": {}}, {}, "axis"),
+        ({"axes": {"seed": 4}}, {}, "axes"),
+        ({"seeds": 3}, {}, "seeds"),
+        ({"held_out": {"b": "b.txt"}}, {}, "held_out"),
+        ({"axes": {"adjust.lr": [1, 2]}}, {}, "adjust.lr differs between the rows"),
         ({"paths": {"yours": None}, "set": {"x": "{yours}"}}, {}, "--path yours=FILE"),
-        ({"paths": {"yours": None}}, {"theirs": "b"}, "theirs is missing or unknown"),
+        ({"paths": {"yours": None}}, {"theirs": "b"}, "--path theirs: the paths of .* are yours"),
         ({"axes": {"x": {"a b": {}, "a_b": {}}}}, {}, "two rows have the same name"),
     ],
 )
 def test_mistakes(tmp_path, values, paths, message):
     with pytest.raises(UserError, match=message):
-        expand(read_sweep(write(tmp_path, **values), paths), {})
+        expand(read_sweep(write(tmp_path, **values), paths), {"adjust.lr": 1})
 
 
 def test_real_rows_finish_fail_and_are_tried_again(run_settings, data_file, tmp_path, monkeypatch):

@@ -11,9 +11,11 @@ import gc
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from rich.console import Console
 from lolcats.config import DataSource, ModelSection
 from lolcats.conversion import keep_softmax, positions_of
 from lolcats.data.cache import cache_directory, content_hash
+from lolcats.data.packing import read_documents
 from lolcats.data.sources import open_source
+from lolcats.data.templates import request
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.request import Piece, Result, chat_text
@@ -51,7 +55,7 @@ it ends."""
 
 def written_file(section: ModelSection, source: DataSource, seed: int, console: Console) -> tuple[Path, dict[str, Any]]:
     """The rows that the model of `section` writes for `source`, as a file of JSON lines, and a report on them."""
-    prompts = None if source.path == "self" else prompts_of(source)
+    prompts = None if source.path == "self" else prompts_of(source, console)
     count = source.max_rows or ROWS if prompts is None else len(prompts)
     sampling = {"prompts": PROMPT if prompts is None else "given", "answers": ANSWER, "length": MAX_LENGTH}
     decides = {"model": weights_hash(section), "prompts": prompts or count, "sampling": sampling, "seed": seed}
@@ -109,22 +113,17 @@ def written_key(source: DataSource) -> str:
     return source.model_dump_json(include={"path", "name", "split", "answers", "max_rows"})
 
 
-def prompts_of(source: DataSource) -> list[Conversation]:
-    """What each row of a source asks: its messages up to the first of a user, its instruction, prompt or question."""
-    found: list[Conversation] = []
-    for row in open_source(source).rows():
-        asked = [row.get(name) for name in ("instruction", "input", "prompt", "question")]
-        text = "\n\n".join(part for part in asked if isinstance(part, str) and part)
-        messages = row.get("messages") or [{"role": "user", "content": text}] * bool(text)
-        roles = [message["role"] for message in messages]
-        if "user" in roles:
-            kept = messages[: roles.index("user") + 1]
-            found.append([{"role": message["role"], "content": message["content"]} for message in kept])
-    if not found:
-        raise UserError(
-            f"{source.path}: answers=teacher needs messages, instructions, prompts or questions; it has none"
-        )
-    return found
+def prompts_of(source: DataSource, console: Console) -> list[Conversation]:
+    """What the rows of a source ask."""
+    asked: Any = request
+    rows = read_documents(open_source(source).rows(), asked, name=source.path, first_row=0, advance=lambda rows: None)
+    found: list[Any] = list(chain.from_iterable(rows))
+    for reason, count in Counter(each for each in found if isinstance(each, str)).items():
+        console.print(f"{source.path}: {count} rows are not answered: {reason}", markup=False, soft_wrap=True)
+    prompts = [each for each in found if not isinstance(each, str)]
+    if not prompts:
+        raise UserError(f"{source.path}: answers=teacher needs messages, instructions, prompts or questions")
+    return prompts
 
 
 def write_rows(

@@ -20,13 +20,25 @@ from rich.console import Console
 
 from lolcats.cli.console import notes
 from lolcats.cli.options import Overrides, Sources, parse_source
-from lolcats.config import parse_override, read_yaml
+from lolcats.config import Section, parse_override, read_yaml, validated
 from lolcats.errors import UserError
 from lolcats.recipes import find_file
 from lolcats.report import REPORT_FILE, read_optional, table, write_text
 
 FOLDER = Path(__file__).parents[1] / "sweeps"
-PARTS = ("paths", "set", "axes", "held_out", "perplexity", "evaluate")
+
+
+class SweepFile(Section):
+    """What `docs/paper.md` shows: the rows are the grid of `axes` and `seeds`."""
+
+    recipe: str
+    set: dict[str, Any] = {}
+    axes: dict[str, list[Any] | dict[str, dict[str, Any]]] = {}
+    seeds: list[int] = [0]
+    paths: dict[str, str | None] = {}
+    held_out: dict[str, dict[str, Any]] = {}
+    perplexity: dict[str, Any] = {}
+    evaluate: dict[str, Any] = {}
 
 
 def sweep(
@@ -60,9 +72,9 @@ def sweep(
 
 def read_sweep(file: Path, paths: dict[str, str]) -> dict[str, Any]:
     """The file, with every "{name}" of its `paths` replaced."""
-    spec: dict[str, Any] = {part: {} for part in PARTS} | {"seeds": [0]} | read_yaml(file)
-    if wrong := [*(spec.keys() ^ {*PARTS, "seeds", "recipe"}), *(paths.keys() - spec["paths"].keys())]:
-        raise UserError(f"{file}: {wrong[0]} is missing or unknown; a sweep has recipe, seeds, {', '.join(PARTS)}")
+    spec = validated(SweepFile, read_yaml(file)).model_dump()
+    if unknown := paths.keys() - spec["paths"].keys():
+        raise UserError(f"--path {min(unknown)}: the paths of {file} are {', '.join(spec['paths']) or 'none'}")
     text = json.dumps(spec)
     for name, value in (spec["paths"] | paths).items():
         if value is None and f"{{{name}}}" in text:
@@ -77,6 +89,8 @@ def expand(spec: dict[str, Any], fixed: dict[str, Any]) -> list[dict[str, Any]]:
     An axis is a field with a list of values, or a name with labelled fields, of which `recipe` replaces the file's.
     """
     axes = {a: v if isinstance(v, dict) else {str(x): {a: x} for x in v} for a, v in spec["axes"].items()}
+    if clash := {"seed", *axes} & fixed.keys():
+        raise UserError(f"{min(clash)} differs between the rows of this sweep: change it in the file")
     rows = []
     for labels, seed in itertools.product(itertools.product(*axes.values()), spec["seeds"]):
         fields, case = dict(spec["set"]), dict(zip(axes, labels, strict=True))

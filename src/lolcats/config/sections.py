@@ -80,6 +80,15 @@ class DataSource(Section):
     haystack: str = "demo"
     """retrieval: the text around, a data source of plain text."""
 
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> DataSource:
+        written = self.path == "self" or self.answers == "teacher"
+        idle = {"seed": self.path not in ("retrieval", "passkey"), "haystack": self.path != "retrieval"}
+        for name, is_idle in (idle | {"format": written, "text_column": written}).items():
+            if is_idle and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={getattr(self, name)} changes nothing of {self.path!r}: leave it out")
+        return self
+
 
 class DataSection(Section):
     """Training data of both stages, where a stage has none of its own, and the validation data of the whole run."""

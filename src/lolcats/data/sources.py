@@ -212,14 +212,16 @@ def _explained(source: DataSource) -> Iterator[None]:
         # Arrow names the row; pandas, which `datasets` tries after it, does not.
         first = next((cause for cause in causes if isinstance(cause, pyarrow.ArrowInvalid)), causes[-1])
         why = f"{type(first).__name__}: {' '.join(str(first).split())[:500]}"
-        if isinstance(first, StopIteration):
+        if isinstance(first, StopIteration | pandas.errors.EmptyDataError) or "corresponds to no data" in why:
             why = "it holds no rows"
         elif isinstance(first, pandas.errors.ParserWarning):
             why = "rows have more columns than the first line names: quote texts with commas"
         elif isinstance(first, datasets.table.CastError):
             why = "its files differ in their columns: give each as a source of its own"
         if source.path == "demo" or _is_local(source.path):
-            message = f"cannot read {source.path}: {why} (rows are unpacked in {cache_directory()}, or LOLCATS_CACHE)"
+            message = f"cannot read {source.path}: {why}"
+            if isinstance(first, OSError):
+                message += f" (rows are unpacked in {cache_directory()}, or LOLCATS_CACHE)"
         else:
             message = (
                 f"cannot load data set {source.path!r}, which is no local file or folder, from the hub: {why}: check"

@@ -94,8 +94,7 @@ def records(form: str, tokenizer: Any = None, column: str = "text", only: bool =
         if form == "chat" and pair is not None:
             asked = "\n\n".join(part for part in pair[:2] if part)
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": pair[2]}]
-            if isinstance(system := row.get("system"), str) and system.strip():
-                messages.insert(0, {"role": "system", "content": system})
+            messages = _with_system(messages, row)
         if messages is not None:
             converse = converse or chat(tokenizer)
             tools: Any = row.get("tools")  # definitions, or JSON text of all or of each
@@ -114,6 +113,29 @@ def records(form: str, tokenizer: Any = None, column: str = "text", only: bool =
         return [Document([(text, True)], append_eos=not row.get(CONTINUES))]
 
     return template
+
+
+def request(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a row asks, answered or not: its messages up to the first of a user, or its request and context.
+
+    Raises:
+        SkippedRow: it asks nothing, or offers tools.
+        UserError: its messages have another form.
+    """
+    if row.get("tools"):
+        raise SkippedRow("tools, whose calls would not be answered")
+    messages = _conversation(row) or []
+    asking = next((pair[0] for pair in PAIRS if _text(row, pair[0])), PAIRS[0][0]) if not messages else ""
+    columns = [asking, *(pair[1] for pair in PAIRS if pair[0] == asking)]
+    if text := "\n\n".join(part for part in (_text(row, column) for column in columns) if part):
+        messages = _with_system([{"role": "user", "content": text}], row)
+    kept = []
+    for message in messages:
+        known = _message(message, "")
+        kept.append({name: known[name] for name in ("role", "content")})
+        if known["role"] == "user":
+            return kept
+    raise SkippedRow("no request")
 
 
 def chat(tokenizer: Any) -> Callable[[list[Any], Any], list[Document]]:
@@ -273,9 +295,19 @@ def _conversation(row: dict[str, Any]) -> list[Any] | None:
             for role, side in (("user", prompt), ("assistant", completion))
         ]
         messages = [{**message, "weight": 0} for message in sides[0]] + sides[1]
-    if messages and row.get("system") and (messages[0].get("role") or messages[0].get("from")) != "system":
-        messages = [{"role": "system", "content": row["system"]}, *messages]
-    return messages
+    return messages and _with_system(messages, row)
+
+
+def _with_system(messages: list[Any], row: dict[str, Any]) -> list[Any]:
+    """Behind the row's own system message, if it has one and they begin with none."""
+    system = row.get("system")
+    if (
+        not isinstance(system, str)
+        or not system.strip()
+        or "system" in (messages[0].get("role"), messages[0].get("from"))
+    ):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _message(message: Any, template: str) -> dict[str, Any]:

@@ -120,18 +120,6 @@ class Group:
 
     # --- shares of the work ---------------------------------------------------------------------------------
 
-    def share(self, items: Sequence[T]) -> list[tuple[T, bool]]:
-        """This rank's items, each with whether its result counts.
-
-        All ranks get equally many, because sharded layers must be called equally often; missing items are
-        replaced by one that does not count.
-        """
-        if not items:
-            return []
-        own = list(items[self.rank :: self.world])
-        missing = -(-len(items) // self.world) - len(own)
-        return [(item, True) for item in own] + [(items[0], False)] * missing
-
     def sums(self, items: Sequence[T], measure: Callable[[T], tuple[Tensor, int]]) -> tuple[list[float], int]:
         """Sums over all items, of which each rank measures its share; the same on all ranks to the last bit.
 
@@ -142,8 +130,10 @@ class Group:
         Returns:
             The K sums, and the sum of the counts.
         """
-        own = [found if counts else None for found, counts in [(measure(x), counts) for x, counts in self.share(items)]]
-        parts = [(values_KN.cpu().double().sum(1).tolist(), count) for values_KN, count in filter(None, own)]
+        # Equally many on all ranks, because sharded layers must be called equally often: the first ones once more.
+        places = range(self.rank, -(-len(items) // self.world) * self.world, self.world)
+        own = [(place, measure(items[place % len(items)])) for place in places]
+        parts = [(found.cpu().double().sum(1).tolist(), count) for place, (found, count) in own if place < len(items)]
         gathered = [part for parts in self.gather(parts) for part in parts]
         sums = [math.fsum(column) for column in zip(*(values for values, _ in gathered), strict=True)]
         return sums, sum(count for _, count in gathered)

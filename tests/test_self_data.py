@@ -105,11 +105,12 @@ def test_what_rows_ask(tmp_path, capsys):
         "text": {"messages": json.dumps([user]), "system": "w9"},
         "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]},
         "prompt": {"prompt": [user], "completion": "old"},
+        "constant": {"instruction": "Answer.", "question": "w1", "answer": "old", "tools": "[]"},
     }
     system, both = {"role": "system", "content": "w9"}, {"role": "user", "content": "w1\n\nw2"}
     expected = {"context": [system, both], "question": [both], "text": [system, user]}
     for name, row in given.items():
-        source = DataSource(path=str(_file(tmp_path, [row, {**row, "tools": "[{}]"}])), answers="teacher")
+        source = DataSource(path=str(_file(tmp_path, [row, {**row, "tools": '[{"name": "f"}]'}])), answers="teacher")
         assert self_data.prompts_of(source, Console()) == [expected.get(name, [user])], name
         assert "1 rows are not answered: tools" in capsys.readouterr().out.replace("\n", "")
     for row, message in (({"messages": [{"content": "w1"}]}, "row 0 .* role and"), ({"text": "w1"}, "questions")):

@@ -50,13 +50,13 @@ def test_what_wins(tmp_path):
         set={"adjust.lr": 0.5, "transfer.lr": 0.5, "seed": 9, "data.sources": [{"path": "{mine}"}]},
         axes={
             "adjust.lr": [0.1, 0.2],
-            "kind": {"own": {"transfer.lr": 0.25}, "t2r": {"recipe": "smollm2-135m-t2r", "attention.sinks": 2}},
+            "kind": {7: {"transfer.lr": 0.25}, "t2r": {"recipe": "smollm2-135m-t2r", "attention.sinks": 2}},
         },
         paths={"mine": "a.jsonl"},
         seeds=[3, 4],
     )
     rows = expand(read_sweep(file, {"mine": "x,y.jsonl"}), {"attention.sinks": 5})
-    assert [row["run"] for row in rows[:4]] == [f"0.1-{kind}-seed{seed}" for kind in ("own", "t2r") for seed in (3, 4)]
+    assert [row["run"] for row in rows[:4]] == [f"0.1-{kind}-seed{seed}" for kind in ("7", "t2r") for seed in (3, 4)]
     own, t2r = config_of(rows[0]["words"]), config_of(rows[2]["words"])
     assert (own.adjust.lr, own.transfer.lr, own.seed, own.recipe) == (0.1, 0.25, 3, "smollm2-135m-paper")
     assert (t2r.transfer.lr, t2r.attention.feature_map, t2r.recipe) == (0.5, "t2r", "smollm2-135m-t2r")
@@ -72,9 +72,10 @@ def test_what_wins(tmp_path):
         ({"axes": {"seed": 4}}, {}, "axes"),
         ({"seeds": 3}, {}, "seeds"),
         ({"held_out": {"b": "b.txt"}}, {}, "held_out"),
-        ({"axes": {"adjust.lr": [1, 2]}}, {}, "adjust.lr differs between the rows"),
+        ({"axes": {"adjust.lr": [1, 2]}}, {}, "differ in adjust.lr"),
         ({"paths": {"yours": None}, "set": {"x": "{yours}"}}, {}, "--path yours=FILE"),
         ({"paths": {"yours": None}}, {"theirs": "b"}, "--path theirs: the paths of .* are yours"),
+        ({"axes": {"lr": {"1": {"adjust.lr": 1}}}}, {}, "differ in lr"),
         ({"axes": {"x": {"a b": {}, "a_b": {}}}}, {}, "two rows have the same name"),
     ],
 )

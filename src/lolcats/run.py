@@ -136,6 +136,10 @@ class Run:
                 raise UserError("--transfer-from takes stage 1 of another run, and this one has none; leave it out")
             if self.transfer_from is not None and finished(self.transfer_from / "run" / "transfer") is None:
                 raise UserError(f"--transfer-from {self.transfer_from}: there is no finished stage 1 in it")
+            if self.transfer_from is not None and self.in_blocks:
+                raise UserError("--transfer-from: stage 1 block by block is not taken over; leave it out")
+            if self.transfer_from is not None and self.output.exists() and self.output.samefile(self.transfer_from):
+                raise UserError(f"--transfer-from {self.transfer_from} is the output itself: choose another --output")
 
     def begin(self) -> None:
         """The last checks, now that model and data are known; then the folder becomes that of this run."""
@@ -153,6 +157,7 @@ class Run:
                 self.lock.__enter__()
                 check_folder(config, self.output, resume=self.resume, overwrite=self.overwrite)  # now that it is ours
                 claim_folder(config, self.output, overwrite=self.overwrite)
+                self.begun = True
                 if self.transfer_from is not None:
                     take_stages(self.transfer_from, self.output, taken)
         self.begun = True
@@ -165,10 +170,12 @@ class Run:
     def _takes(self, name: str, section: OptimSection, train: PackedDataset, validation: PackedDataset) -> bool:
         """Whether a stage is taken from `transfer_from`."""
         if name == "transfer" and self.blocks is not None:
-            self.blocks.refuse_other_settings()
+            if not self.overwrite:
+                self.blocks.refuse_other_settings()
             return False
         fingerprint = stage_fingerprint(section, train, self.config.seed, self.identity(name, validation))
-        refuse_other_settings(self.folder / name, fingerprint)
+        if not self.overwrite:
+            refuse_other_settings(self.folder / name, fingerprint)
         if self.transfer_from is None or name == "adjust":
             return False
         try:
@@ -192,7 +199,9 @@ class Run:
             return "before the run began: there is nothing to resume, but the same command takes what data is written"
         saved = max(self.folder.rglob("step-*"), key=lambda path: path.stat().st_mtime, default=None)
         place = "" if saved is None else f" from {saved.relative_to(self.output)}"
-        return f"`lolcats linearize -o {shlex.quote(str(self.output))} --resume` continues{place}"
+        words = ["lolcats", "linearize", "-o", str(self.output), "--resume"]
+        words += [] if self.transfer_from is None else ["--transfer-from", str(self.transfer_from)]
+        return f"`{shlex.join(words)}` continues{place}"
 
 
 @contextmanager

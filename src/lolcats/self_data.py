@@ -13,7 +13,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -176,7 +176,10 @@ def write_rows(
             texts = [row["text"].strip() for row in drafts if row["finished"]]
             prompts = [[{"role": "user", "content": text}] for text in texts if _is_good(text, SHORTEST_PROMPT)]
         prompts = list({prompt[-1]["content"]: prompt for prompt in prompts}.values())
-        asked = [(prompt, _encode(tokenizer, chat_text(tokenizer, prompt))) for prompt in prompts]
+        asked: list[tuple[Conversation, list[int]]] = []
+        for prompt in prompts:
+            with suppress(UserError) if len(prompt) > 1 else nullcontext():  # templates may know no system message
+                asked.append((prompt, _encode(tokenizer, chat_text(tokenizer, prompt))))
         asked = [(prompt, ids) for prompt, ids in asked if len(ids) <= length // 2]
         samples = draw("samples", [ids for _, ids in asked], length // 2, ANSWER, seed + 1)
         for row in samples:

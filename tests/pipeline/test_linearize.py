@@ -396,4 +396,6 @@ def test_stage_2_may_have_its_own_data(run, run_settings, finished, tmp_path):
     short = {"adjust": {"enabled": False}}
     with pytest.raises(UserError, match=r"is not empty.*--overwrite"):
         run(tmp_path / "out", short, transfer_from=finished[0])
-    run(tmp_path / "out", short, transfer_from=finished[0], overwrite=True)
+    run(tmp_path / "out", {"adjust": {"lr": 0.5}}, transfer_from=finished[0], overwrite=True)
+    with pytest.raises(UserError, match="is the output itself"):
+        run(tmp_path / "out", short, transfer_from=tmp_path / "out", overwrite=True)

@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -258,7 +259,8 @@ def _with_options(
         if "exact" in given:
             given["exact"] = ",".join(given["exact"])
         for name in (_METAVARS.keys() & given.keys()) - {"exact"}:
-            given[name] = yaml.safe_load(given[name])  # a number, a word, or null
+            with suppress(yaml.YAMLError):
+                given[name] = yaml.safe_load(given[name])  # a number, a word, or null
         return command(**arguments, **{argument: collect(given)})
 
     parameters = [*kept, *options]

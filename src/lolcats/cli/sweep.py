@@ -10,18 +10,20 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from typing import Annotated, Any
 
 import typer
+from pydantic import ConfigDict
 from rich.console import Console
 
 from lolcats.cli.console import notes
 from lolcats.cli.options import Overrides, Sources, parse_source
 from lolcats.config import Section, parse_override, read_yaml, validated
-from lolcats.errors import UserError
+from lolcats.errors import Terminated, UserError
 from lolcats.recipes import find_file
 from lolcats.report import REPORT_FILE, read_optional, table, write_text
 
@@ -30,6 +32,8 @@ FOLDER = Path(__file__).parents[1] / "sweeps"
 
 class SweepFile(Section):
     """What `docs/paper.md` shows: the rows are the grid of `axes` and `seeds`."""
+
+    model_config = Section.model_config | ConfigDict(coerce_numbers_to_str=True)
 
     recipe: str
     set: dict[str, Any] = {}
@@ -89,8 +93,9 @@ def expand(spec: dict[str, Any], fixed: dict[str, Any]) -> list[dict[str, Any]]:
     An axis is a field with a list of values, or a name with labelled fields, of which `recipe` replaces the file's.
     """
     axes = {a: v if isinstance(v, dict) else {str(x): {a: x} for x in v} for a, v in spec["axes"].items()}
-    if clash := {"seed", *axes} & fixed.keys():
-        raise UserError(f"{min(clash)} differs between the rows of this sweep: change it in the file")
+    for axis, values in ({"seed": {"": {"seed": 0}}} | axes).items():
+        if (varied := set().union(*values.values())) and varied <= fixed.keys():
+            raise UserError(f"the rows of this sweep differ in {axis}: change it in the file")
     rows = []
     for labels, seed in itertools.product(itertools.product(*axes.values()), spec["seeds"]):
         fields, case = dict(spec["set"]), dict(zip(axes, labels, strict=True))
@@ -128,7 +133,8 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
         try:
             with log.open("a", encoding="utf-8") as stream:
                 where: dict[str, Any] = {"env": environment, "stdout": stream, "stderr": stream}
-                failed = any(_call([sys.executable, "-m", "lolcats", *words], running, **where) for words in commands)
+                lines = ([sys.executable, "-m", "lolcats", *words] for words in commands)
+                failed = any(ended.is_set() or _call(line, running, **where) for line in lines)
         finally:
             gpus.put(environment["CUDA_VISIBLE_DEVICES"])
         if failed:
@@ -142,11 +148,13 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
         return result
 
     running: list[subprocess.Popen[bytes]] = []
+    ended = threading.Event()
 
     def stop(*_: object) -> None:
+        ended.set()
         for process in running:
             process.terminate()
-        raise KeyboardInterrupt("the same command continues")
+        raise Terminated("the same command continues")
 
     folder.mkdir(parents=True, exist_ok=True)
     before = signal.signal(signal.SIGTERM, stop)

@@ -97,10 +97,7 @@ def records(form: str, tokenizer: Any = None, column: str = "text", only: bool =
             messages = _with_system(messages, row)
         if messages is not None:
             converse = converse or chat(tokenizer)
-            tools: Any = row.get("tools")  # definitions, or JSON text of all or of each
-            tools = _json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
-            given = [_json(tool, "tools") if isinstance(tool, str) else _without_none(tool) for tool in tools or ()]
-            return converse(messages, given or None)
+            return converse(messages, _tools(row) or None)
         if pair is not None:
             request, context, answer, kind = pair
             if kind == "alpaca":
@@ -122,13 +119,16 @@ def request(row: dict[str, Any]) -> list[dict[str, Any]]:
         SkippedRow: it asks nothing, or offers tools.
         UserError: its messages have another form.
     """
-    if row.get("tools"):
+    if _tools(row):
         raise SkippedRow("tools, whose calls would not be answered")
-    messages = _conversation(row) or []
-    asking = next((pair[0] for pair in PAIRS if _text(row, pair[0])), PAIRS[0][0]) if not messages else ""
-    columns = [asking, *(pair[1] for pair in PAIRS if pair[0] == asking)]
-    if text := "\n\n".join(part for part in (_text(row, column) for column in columns) if part):
-        messages = _with_system([{"role": "user", "content": text}], row)
+    messages = _conversation(row)
+    if messages is None:
+        asking = next((pair[0] for pair in PAIRS if _text(row, pair[0])), PAIRS[0][0])
+        columns = [asking, *(pair[1] for pair in PAIRS if pair[0] == asking)]
+        pair = _pair(row, None)
+        parts = pair[:2] if pair else (_text(row, column) for column in columns)
+        text = "\n\n".join(part for part in parts if part)
+        messages = _with_system([{"role": "user", "content": text}], row) if text else []
     kept = []
     for message in messages:
         known = _message(message, "")
@@ -298,14 +298,18 @@ def _conversation(row: dict[str, Any]) -> list[Any] | None:
     return messages and _with_system(messages, row)
 
 
+def _tools(row: dict[str, Any]) -> list[Any]:
+    """Definitions, from JSON text of all or of each, too."""
+    tools = row.get("tools")
+    tools = _json(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
+    return [_json(tool, "tools") if isinstance(tool, str) else _without_none(tool) for tool in tools or ()]
+
+
 def _with_system(messages: list[Any], row: dict[str, Any]) -> list[Any]:
     """Behind the row's own system message, if it has one and they begin with none."""
     system = row.get("system")
-    if (
-        not isinstance(system, str)
-        or not system.strip()
-        or "system" in (messages[0].get("role"), messages[0].get("from"))
-    ):
+    blank = not system or (isinstance(system, str) and not system.strip())
+    if blank or "system" in (messages[0].get("role"), messages[0].get("from")):
         return messages
     return [{"role": "system", "content": system}, *messages]
 

@@ -151,3 +151,6 @@ def test_ruler_that_does_not_fit_is_refused(word_tokenizer, haystack, monkeypatc
         monkeypatch.setattr(ruler, "RULER_TASKS", (name,))
         with pytest.raises(UserError, match=f"{name} does not fit into 300 tokens"):
             ruler_tasks(word_tokenizer, lengths=(300,), samples=1, seed=0, haystack=haystack)
+    monkeypatch.setattr(ruler, "RULER_TASKS", ("ruler_vt",))
+    with pytest.raises(UserError, match="example takes more than the 500"):
+        ruler_tasks(lambda text: {"input_ids": list(text)}, lengths=(9000,), samples=1, seed=0, haystack=haystack)

@@ -291,5 +291,8 @@ def test_skipped_rows_are_counted_and_explained(tokenizer, write_rows, capsys) -
         assert told.endswith(
             "a.jsonl: 6 of 33 rows are not used: 3 x no request, or no answer to it; 3 x no assistant message to learn"
         )
+    config = section(write_rows("b.jsonl", texts(24, "b")), write_rows("c.jsonl", texts(24, "c")), weights=[1e9, 1])
+    build_datasets(config, tokenizer, seed=0, progress=True)
+    assert capsys.readouterr().err.rstrip().endswith("c.jsonl: no training sequence is left of it")
     assert sum(train.info["sources"][0]["skipped"].values()) == train.info["sources"][0]["rows_skipped"] == 6
     assert validation.info["sources"][0]["skipped"] == {}

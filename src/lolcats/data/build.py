@@ -82,13 +82,15 @@ def build_evaluation_dataset(config: DataSection, tokenizer: Any, *, progress: b
 
 
 def tell_skipped(shown: bool, *splits: PackedDataset) -> None:
-    """Say on standard error how many rows of each source are not used, and why."""
+    """Say on standard error how many rows of each source are not used, and why, and of which source nothing is."""
     for parts in zip(*(split.info["sources"] for split in splits), strict=True) if shown else ():
         counts: Counter[str] = sum((Counter(part["skipped"]) for part in parts), Counter())
+        notes = ["no training sequence is left of it"] if parts[0].get("sequences_used") == 0 else []
         if counts:
             rows, why = sum(part["rows"] for part in parts), skipped_rows({"skipped": counts})
-            note = f"{parts[0]['path']}: {counts.total()} of {rows} rows are not used: {why}"
-            Console(file=sys.stderr).print(note, markup=False, highlight=False, soft_wrap=True)
+            notes.append(f"{counts.total()} of {rows} rows are not used: {why}")
+        for note in notes:
+            Console(file=sys.stderr).print(f"{parts[0]['path']}: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _open(config: DataSection) -> list[sources.OpenSource]:

@@ -115,9 +115,8 @@ def written_key(source: DataSource) -> str:
 
 def prompts_of(source: DataSource, console: Console) -> list[Conversation]:
     """What the rows of a source ask."""
-    asked: Any = request
-    rows = read_documents(open_source(source).rows(), asked, name=source.path, first_row=0, advance=lambda rows: None)
-    found: list[Any] = list(chain.from_iterable(rows))
+    rows = read_documents(open_source(source).rows(), request, name=source.path, first_row=0, advance=lambda rows: None)
+    found = list(chain.from_iterable(rows))
     for reason, count in Counter(each for each in found if isinstance(each, str)).items():
         console.print(f"{source.path}: {count} rows are not answered: {reason}", markup=False, soft_wrap=True)
     prompts = [each for each in found if not isinstance(each, str)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -93,11 +92,16 @@ def _read(file: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompts-file {file}: {error}") from error
-    lines = {number: line.removesuffix("\r") for number, line in enumerate(text.split("\n"), 1) if line.strip()}
-    for number, line in lines.items() if file.suffix == ".jsonl" else ():
-        with suppress(ValueError, TypeError, KeyError):
-            if isinstance(prompt := json.loads(line)["prompt"], str):
-                lines[number] = prompt
-                continue
-        raise UserError(f'{file}, line {number}: expected {{"prompt": TEXT}}, got {line[:100]}')
-    return list(lines.values())
+    lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if file.suffix != ".jsonl":
+        return [line for _, line in lines]
+    prompts = []
+    for number, line in lines:
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise UserError(f'{file}, line {number}: expected {{"prompt": TEXT}}, got {line[:100]}')
+        prompts.append(prompt)
+    return prompts

@@ -176,7 +176,7 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
     found = {f"perplexity {step}": value for step, value in row.get("perplexity", {}).items()}
     found |= {f"perplexity on {name}": value for name, value in row.get("held_out", {}).items()}
     measured = row.get("evaluation", {})
-    for cell in [*measured.get("passkey", []), *measured.get("recall", []), *measured.get("ruler", [])]:
+    for cell in [cell for name in ("passkey", "recall", "ruler") for cell in measured.get(name, [])]:
         found[f"{cell.get('kind', 'passkey')} {cell['length']}"] = cell["accuracy"]
     found |= {name: cell["value"] for part in ("tasks", "averages") for name, cell in measured.get(part, {}).items()}
     return {name: value for name, value in found.items() if value is not None}

@@ -80,11 +80,15 @@ class DataSource(Section):
     haystack: str = "demo"
     """retrieval: the text around, a data source of plain text."""
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the model to linearize writes its rows."""
+        return self.path == "self" or self.answers == "teacher"
+
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> DataSource:
-        written = self.path == "self" or self.answers == "teacher"
         idle = {"seed": self.path not in ("retrieval", "passkey"), "haystack": self.path != "retrieval"}
-        for name, is_idle in (idle | {"format": written, "text_column": written}).items():
+        for name, is_idle in (idle | dict.fromkeys(("format", "text_column"), self.is_written)).items():
             if is_idle and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}={getattr(self, name)} changes nothing of {self.path!r}: leave it out")
         return self
@@ -126,7 +130,7 @@ class DataSection(Section):
     @property
     def written_sources(self) -> list[DataSource]:
         """Those whose rows the model to linearize writes."""
-        return [source for source in self.sources if source.path == "self" or source.answers == "teacher"]
+        return [source for source in self.sources if source.is_written]
 
     @model_validator(mode="after")
     def _jumps_have_room(self) -> DataSection:

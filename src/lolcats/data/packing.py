@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.progress import Progress
@@ -17,9 +17,10 @@ from lolcats.config import DataSection, DataSource
 from lolcats.data import sources, templates
 from lolcats.data.packed import PackedDataset
 from lolcats.data.retrieval import RetrievalWriter
-from lolcats.data.templates import Document, SkippedRow, Template
+from lolcats.data.templates import Document, SkippedRow
 from lolcats.errors import UserError
 
+T = TypeVar("T")
 ROWS_PER_READ = 256
 CHARACTERS_PER_CALL = 2_000_000  # bounds the tokenizer's memory, about 100 bytes per token
 
@@ -38,15 +39,15 @@ class TokenStream:
 
 
 def read_documents(
-    rows: Any, template: Template, *, name: str, first_row: int, advance: Callable[[int], object]
-) -> Generator[list[list[Document] | str]]:
-    """The documents of every row, or why it is skipped, in batches of rows.
+    rows: Any, template: Callable[[dict[str, Any]], T], *, name: str, first_row: int, advance: Callable[[int], object]
+) -> Generator[list[T | str]]:
+    """What the template makes of every row, or why it is skipped, in batches of rows.
 
     rows: a `datasets.Dataset`; name, first_row: for messages; advance: called with the rows just used.
     """
     number = first_row
     for batch in rows.iter(batch_size=ROWS_PER_READ):
-        documents: list[list[Document] | str] = []
+        documents: list[T | str] = []
         columns = list(batch)
         for values in zip(*batch.values(), strict=True):
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from os.path import commonprefix  # of any texts
@@ -123,10 +123,12 @@ def request(row: dict[str, Any]) -> list[dict[str, Any]]:
         raise SkippedRow("tools, whose calls would not be answered")
     messages = _conversation(row)
     if messages is None:
-        asking = next((pair[0] for pair in PAIRS if _text(row, pair[0])), PAIRS[0][0])
-        columns = [asking, *(pair[1] for pair in PAIRS if pair[0] == asking)]
-        pair = _pair(row, None)
-        parts = pair[:2] if pair else (_text(row, column) for column in columns)
+        parts: Iterable[str | None]
+        if (answered := _pair(row, None)) is not None:
+            parts = answered[:2]
+        else:
+            asking = next((pair[0] for pair in PAIRS if _text(row, pair[0])), PAIRS[0][0])
+            parts = (_text(row, column) for column in (asking, *(pair[1] for pair in PAIRS if pair[0] == asking)))
         text = "\n\n".join(part for part in parts if part)
         messages = _with_system([{"role": "user", "content": text}], row) if text else []
     kept = []

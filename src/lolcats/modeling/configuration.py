@@ -37,8 +37,19 @@ def check_transformers(release: str) -> None:
 check_transformers(transformers.__version__)  # before anything that another release may lack
 
 # Read-only views of the base model's configuration, for tools that look at the top level only.
-_FROM_TEXT_CONFIG = ["head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"]
-_FROM_TEXT_CONFIG += ["num_hidden_layers", "num_key_value_heads", "tie_word_embeddings", "vocab_size"]
+_FROM_TEXT_CONFIG = frozenset(
+    {
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
 
 
 class LolcatsConfig(transformers.PreTrainedConfig):

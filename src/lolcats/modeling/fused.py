@@ -31,8 +31,20 @@ from lolcats.modeling.cache import CACHE_NAMES, shares_keys
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops.hybrid_attention.kernels import missing
 
-FAMILIES = ["gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "olmo3"]
-FAMILIES += ["phi3", "qwen2", "qwen3", "smollm3"]
+FAMILIES = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
 """Model types that use liger-kernel."""
 
 _ROTARY = "apply_rotary_pos_emb"

@@ -130,7 +130,9 @@ def test_stages_and_their_own_settings():
     assert costs("adjust", adjust__distill_factor=0, adjust__gradient_checkpointing=True)[0] < 0.7 * peak
     assert costs("adjust")[0] > peak
     assert 1.3 < costs("adjust")[1] / seconds < 2.2  # a whole run took 1.65 times as long
-    assert costs("gates", gates__max_steps=600)[1] == pytest.approx(2 * costs("gates")[1])
+    steps = [costs("gates", gates__max_steps=steps)[1] for steps in (300, 600, 900)]
+    assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0])
+    assert steps[1] < 2 * steps[0]  # longer texts settle which heads are chosen, once
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ before everything that can be refused has been checked. Each stage is a function
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lolcats.config import DataSection, LinearizeConfig
 from lolcats.conversion import convert, covered_positions, fit_positions, positions_of, stage_section
 from lolcats.data import build_datasets
 from lolcats.data.cache import content_hash
-from lolcats.data.retrieval import retrieval_dataset
+from lolcats.data.retrieval import FACTS, retrieval_dataset
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.balance import balance_keys
@@ -39,7 +40,7 @@ from lolcats.run import Run, Splits, open_run
 from lolcats.self_data import written_file, written_key
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.finetune import AdjustStage
-from lolcats.training.head_gates import GateStage, by_gate, heads_picture
+from lolcats.training.head_gates import FAR_TEXTS, GateStage, Head, by_gate, far_length, heads_picture, settle
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress
 
@@ -142,12 +143,10 @@ def prepare_data(run: Run) -> None:
         if "gates" in run.sections:
             section = run.sections["gates"]
             count, length = section.total_steps(1) * section.batch_size, section.fitting_length(positions_of(base))
-            run.data["gates"] = (
-                retrieval_dataset(run.tokenizer, section.haystack, count=count, length=length, seed=config.seed),
-                retrieval_dataset(
-                    *(run.tokenizer, section.haystack), count=GATE_TEXTS, length=length, seed=config.seed, first=count
-                ),
-            )
+            texts = partial(retrieval_dataset, run.tokenizer, section.haystack, seed=config.seed)
+            run.data["gates"] = texts(count=count, length=length), texts(count=GATE_TEXTS, length=length, first=count)
+            if far := far_length(section, positions_of(base)):
+                run.far = texts(count=FAR_TEXTS, length=far, kind=FACTS)
     run.report = begin_report(config, {stage: run.data[stage][0] for stage in stages}, run.validation)
     if run.written:
         run.report["data"]["written"] = [report for _, report in run.written.values()]
@@ -236,9 +235,18 @@ def choose_heads(run: Run) -> None:
         stage = GateStage(run.model, section, validation, group=run.group, report=run.console.print)
         _train(run, stage)
         gates = stage.values()
-        chosen = heads_in_budget(run.model.config, budget, run.base_dtype, by_gate(gates))
+        within_budget = partial(heads_in_budget, run.model.config, budget, run.base_dtype)
+        ranked = by_gate(gates)
+        far: dict[Head, float] = {}
+        if run.far is not None:
+            count = sum(map(len, within_budget(ranked).values()))
+            ranked, far = settle(ranked, count, partial(stage.costs, texts=run.far))
+            costs = ", ".join(f"{layer}.{head}: {cost:.3f}" for (layer, head), cost in far.items())
+            run.console.print(f"divergence in texts of {run.far.input_ids.shape[1]} tokens without {costs}")
+        chosen = within_budget(ranked)
         run.console.print(heads_picture(gates, chosen))
         run.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}
+        run.report["gates"]["far"] = {f"{layer}.{head}": cost for (layer, head), cost in far.items()}
         run.model.set_exact(chosen)
         measure(run, "gates")
     run.report["exact_heads"] = run.model.config.exact_heads

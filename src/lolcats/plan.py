@@ -28,6 +28,7 @@ from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.sharding import REPLICATED_SHARE
 from lolcats.training.head import part_size
+from lolcats.training.head_gates import FAR_TEXTS, border, far_length
 
 _FIELDS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size"
 _FIELDS += " tie_word_embeddings"
@@ -109,6 +110,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
     length = section.fitting_length(text.max_position_embeddings) if gates else data.sequence_length
     epoch, step_tokens = data.max_train_tokens or EPOCH_TOKENS, section.micro_batch_size * length
     tokens = section.max_steps * section.batch_size * length if section.max_steps else section.epochs * epoch
+    far, settling = 0, 0.0  # tokens of a text that settles which heads are exact, and FLOPs of them all
     steps, row = tokens / step_tokens / gpus, step_tokens * WEIGHT  # row: bytes of an activation with one column
     hidden, vocabulary, layers = text.hidden_size, text.vocab_size, len(layer_heads)
     # Heads, windows and features of each layer, and FLOPs of its attention for a token.
@@ -141,6 +143,9 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         lora = adjust * config.adjust.lora_rank * np.sum(sides_L * (linear_L > 0))
         inner = np.sum((1 - linear_L + gates * (linear_L > 0)) * softmax_L + hybrid_L) + 2 * lora
         first = int(np.argmax(linear_L > 0)) * (not again)  # layers before it have no backward pass
+        if gates and (far := far_length(section, text.max_position_embeddings)):
+            trials = 1 + 2 * border(sum(map(len, model.chosen.values())))  # the teacher's, too
+            settling = FAR_TEXTS * far * trials * float(2 * model.matrices + softmax_L.sum() * far / length)
         labels = min(GATE_LABELS, length) / length if gates else 1.0
         head = labels * (KL_PRODUCTS if compares else 2) * 2 * hidden * vocabulary
         backward = (2 * model.matrices + 2 * inner) * (1 - first / layers)
@@ -153,6 +158,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         logits = min(part_size(vocabulary), step_tokens * labels) * vocabulary * (KL_BYTES if compares else LABEL_BYTES)
         others = row * 5 * hidden + logits, compares * (row * 4 * hidden + frozen_pass)
         activations = kept + max(row * (2 * hidden + mlp / 3) + again * saved_L.max(), *others)
+        activations = max(activations, far * WEIGHT * (4 * hidden + mlp))
         trained = lora * TRAINED + model.maps * (TRAINED if adjust and section.train_feature_maps else FLOAT)
     # Evaluations have the logits of all positions.
     streams = stage == "transfer" and section.block_mode == "streaming"
@@ -176,7 +182,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         buffers += 3 * layer + ends * (not text.tie_word_embeddings)  # FSDP2: this layer, the next, one being copied
         moved = steps * (2 + compares if adjust or gates else 1) * model.in_layers * WEIGHT / link / GB
     rate = np.interp(np.log(hidden), np.log([576, 4096]), UTILISATION[stage]) * tflop_s * 1e12
-    seconds = tokens * flops / rate / (1 if streams else gpus) + moved
+    seconds = (tokens * flops + settling) / rate / (1 if streams else gpus) + moved
     return float(weights + trained + buffers + activations), float(seconds)
 
 

@@ -49,7 +49,8 @@ class Run:
         sections: the settings of the stages that this run has, by name, with micro-batches for so many processes.
         model, tokenizer: once they are loaded; with `partial` the model holds only the weights in use.
         blocks: what trains stage 1 with a model in parts.
-        data: of each stage, by name; `validation`: on which the run is measured.
+        data: of each stage, by name; `validation`: on which the run is measured; `far`: long texts
+            that settle which heads are exact, if the model has the positions.
         written: files with the rows that the model itself wrote, and reports on them, by `self_data.written_key`.
         report: as it is written in the end.
     """
@@ -69,6 +70,7 @@ class Run:
     blocks: Blocks | None = field(default=None, init=False)
     data: dict[str, Splits] = field(default_factory=dict, init=False)
     validation: PackedDataset = field(init=False)
+    far: PackedDataset | None = field(default=None, init=False)
     written: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict, init=False)
     report: dict[str, Any] = field(default_factory=dict, init=False)
 

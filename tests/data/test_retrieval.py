@@ -8,7 +8,7 @@ import pytest
 
 from lolcats.config import DataSection
 from lolcats.data import build_datasets
-from lolcats.data.retrieval import COPY_PREFIX, KINDS, LOOK_UPS, RetrievalWriter, retrieval_dataset
+from lolcats.data.retrieval import COPY_PREFIX, FACTS, KINDS, LOOK_UPS, MOST_LABELS, RetrievalWriter, retrieval_dataset
 from lolcats.errors import UserError
 
 
@@ -27,7 +27,7 @@ def writers(byte_tokenizer, haystack):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("kind", [*KINDS, "needles_8"])
+@pytest.mark.parametrize("kind", [*KINDS, "needles_8", FACTS])
 def test_answers_stand_in_the_text_before(writers, tokenizer, split, kind):
     length = 2048
     for index in range(3):
@@ -51,7 +51,7 @@ def test_answers_stand_in_the_text_before(writers, tokenizer, split, kind):
         first = int((sample.answer >= 0).argmax())
         before = tokenizer.decode(sample.token_ids[:first])
         answers = [tokenizer.decode(sample.token_ids[sample.answer == n]) for n in range(sample.answer.max() + 1)]
-        assert len(answers) == (1 if kind.startswith("needle") else LOOK_UPS)
+        assert len(answers) == (8 if kind == FACTS else 1 if kind.startswith("needle") else LOOK_UPS)
         assert all(answer.strip() in before for answer in answers), answers
 
 
@@ -104,11 +104,15 @@ def test_as_training_data(tokenizer, haystack):
 
 
 def test_texts_for_gates(tokenizer, haystack):
-    settings = {"length": 1024, "seed": 0, "answers": 50}
+    settings = {"length": 1024, "seed": 0}
     data = retrieval_dataset(tokenizer, haystack, count=20, **settings)
     labels = data.label_mask.sum(1)
     assert (labels > 0).all()
-    assert (labels <= 50).all()
+    assert labels.max() == MOST_LABELS
     later = retrieval_dataset(tokenizer, haystack, count=5, first=15, **settings)
     assert np.array_equal(later.input_ids, data.input_ids[15:])
     assert later.info["fingerprint"] != data.info["fingerprint"]
+    asked = retrieval_dataset(tokenizer, haystack, count=2, kind=FACTS, **settings)
+    written = RetrievalWriter(tokenizer, "train", haystack).write(FACTS, 1024, 0, 1)
+    assert np.array_equal(asked.input_ids[1], written.token_ids)
+    assert np.array_equal(asked.label_mask[1], written.answer >= 0)

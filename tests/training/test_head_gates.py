@@ -12,7 +12,7 @@ from lolcats.config import GatesSection
 from lolcats.errors import UserError
 from lolcats.modeling.attention import AttentionCall
 from lolcats.modeling.cache_size import heads_in_budget
-from lolcats.training.head_gates import GateStage, by_gate
+from lolcats.training.head_gates import GateStage, by_gate, settle
 from lolcats.training.loop import Trainer, train
 
 
@@ -129,6 +129,32 @@ def test_the_largest_gates_come_first():
     assert by_gate(gates) == [(3, 1), (0, 1), (3, 0), (4, 1), (0, 0), (4, 0)]  # of equal ones the earlier layer's
 
 
+def test_the_cost_of_a_head_is_the_divergence_without_it(gate_stage):
+    stage, _ = gate_stage()
+    heads = [(index, head) for index, gate in stage.gates.items() for head in range(len(gate))]
+    kept, left_out = heads[:3], heads[1:3]
+    found = stage.costs(kept, left_out, stage.validation)
+    for out, cost in zip(left_out, found, strict=True):
+        for index, gate in stage.gates.items():
+            gate.data = torch.tensor([float((index, head) in kept and (index, head) != out) for head in (0, 1)])
+        assert stage.evaluate()["divergence"] == pytest.approx(cost, rel=1e-5)
+    assert found[0] != pytest.approx(found[1], rel=1e-2)
+
+
+def test_longer_texts_settle_who_is_next_to_the_border():
+    ranked = [(layer, 0) for layer in range(12)]
+
+    def costs(kept, left_out):
+        assert (kept, left_out) == (ranked[:10], ranked[6:10])  # a quarter of eight, on either side
+        return [0.1, 0.4, 0.2, 0.3]
+
+    settled, found = settle(ranked, 8, costs)
+    assert [layer for layer, _ in settled] == [0, 1, 2, 3, 4, 5, 7, 9, 8, 6, 10, 11]
+    assert found[9, 0] == 0.3
+    assert settle(ranked, 1, lambda kept, left_out: [0.0, 1.0])[0][:3] == [ranked[1], ranked[0], ranked[2]]
+    assert settle(ranked, 12, lambda kept, left_out: [1.0] * len(left_out))[0] == ranked
+
+
 def test_budgets(linearized):
     config = linearized()[0].config  # 2 layers of 2 KV heads of 8
     refused = {
@@ -155,7 +181,8 @@ def test_heads_made_exact_later_equal_those_converted_so(linearized):
     assert model.config.exact_heads == ["0.0", "1"] == list(model.config.attention.exact)
 
 
-def test_linearize_spends_a_budget_and_resumes(run, haystack, tmp_path):
+def test_linearize_spends_a_budget_and_resumes(run, haystack, tmp_path, monkeypatch):
+    monkeypatch.setattr("lolcats.pipeline.positions_of", lambda base: 1024)  # texts of so many settle the border
     stage = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2, "eval_every": 2}
     stages = {"transfer": stage, "gates": stage | {"haystack": haystack, "sequence_length": 512}, "adjust": stage}
 
@@ -165,6 +192,10 @@ def test_linearize_spends_a_budget_and_resumes(run, haystack, tmp_path):
     report = spend("out", "50%")
     chosen = report["gates"]["chosen"]
     assert sum(map(len, chosen.values())) == 2
+    far = report["gates"]["far"]
+    kept = {head: int(head[2]) in chosen.get(int(head[0]), []) for head in far}
+    assert sorted(kept.values()) == [False, True]  # one on either side of the border
+    assert kept[max(far, key=far.get)]
     assert list(report["perplexity"]) == ["teacher", "swapped", "transfer", "gates", "adjust"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {layer.index: list(layer.exact) for layer in model.config.layer_heads if layer.exact} == chosen

@@ -29,6 +29,7 @@ TEST_SHARE = 5  # one part in so many of the haystack and of the words is for te
 KINDS = ("needle", "needles", "phone_book", "pairs", "copy_100", "copy_400", "copy_900")
 """needle: one fact in text; needles: four, one of which is asked for; phone_book, pairs: six look-ups in a table that
 fills the text; copy_N: N random tokens of the haystack, once more."""
+FACTS = "facts_8"  # all of them asked for, one after another
 HAYSTACK_CHARACTERS = 20_000_000  # of the text around, which are enough for more texts than anyone trains on
 PIECE = 100_000  # characters
 # arXiv:2410.10254, listing "Passkey Retrieval Prompt Template", after arXiv:2305.16300.
@@ -41,6 +42,7 @@ PASSKEY_FACT = "\nThe pass key is {0}. Remember it. {0} is the pass key.\n"
 PASSKEY_QUESTION = "\nWhat is the pass key? The pass key is"
 COPY_PREFIX = 4  # tokens of a copy that show what is being copied, and are no answers
 LOOK_UPS = 6
+MOST_LABELS = 256
 PLAIN: dict[str, Any] = {"add_special_tokens": False, "verbose": False}  # of a tokenizer's call
 
 
@@ -108,7 +110,7 @@ class RetrievalWriter:
         return _haystack_tokens(self.tokenizer, self.haystack, self.split)
 
     def write(self, kind: str, length: int, seed: int, index: int) -> Sample:
-        """Sample number `index` of a kind: `KINDS`, "passkey", and for training "needles_N" with N facts."""
+        """Sample `index` of a kind: `KINDS`, "passkey"; for training N facts: "needles_N", "facts_N" (all asked)."""
         draw = np.random.default_rng([STREAMS[self.split], seed, length, index, zlib.crc32(kind.encode())])
         room = length - len(self.begin)
         sample = self._passkey(draw, room, index) if kind == "passkey" else self._write(kind, draw, room)
@@ -131,13 +133,15 @@ class RetrievalWriter:
         name, _, count = kind.partition("_")
         if name == "copy":
             return self._copy(draw, length, int(count))
+        if name == "facts":
+            return self._needles(draw, length, int(count), int(count))
         if name in ("needle", "needles"):
             return self._needles(draw, length, int(count) if count else {"needle": 1, "needles": 4}[name])
         if kind in ("phone_book", "pairs"):
             return self._table(draw, length, kind)
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
 
-    def _needles(self, draw: np.random.Generator, length: int, count: int) -> Sample:
+    def _needles(self, draw: np.random.Generator, length: int, count: int, asked: int = 1) -> Sample:
         names = self._draw_words(draw, count)
         values = [  # numbers of 5 to 7 digits, or three words
             str(draw.integers(10_000, 10_000_000)) if draw.integers(2) else " ".join(self._draw_words(draw, 3))
@@ -145,16 +149,16 @@ class RetrievalWriter:
         ]
         fact, question = self.templates["facts"][draw.integers(len(self.templates["facts"]))]
         facts = [self._encode(f"\n{fact.format(*pair)}\n") for pair in zip(names, values, strict=True)]
-        asked = self._encode("\n" + question.format(names[0]))
-        answer = self._encode(f" {values[0]}")  # what follows is the model's own choice
-        text = self.text_of(draw, length - sum(map(len, facts)) - len(asked) - len(answer))
+        questions = [self._encode("\n" + question.format(name)) for name in names[:asked]]
+        answers = [self._encode(f" {value}") for value in values[:asked]]  # what follows is the model's own choice
+        text = self.text_of(draw, length - sum(map(len, (*facts, *questions, *answers))))
         cuts = np.sort(draw.integers(0, len(text) + 1, count))
         parts: list[np.ndarray] = []
         order = draw.permutation(count)
         for place, part in zip(order, np.split(text, cuts)[:-1], strict=True):
             parts += [part, facts[place]]
-        source = 2 * int(np.flatnonzero(order == 0)[0]) + 1
-        return _joined([*parts, text[cuts[-1] :], asked], [answer], [source])
+        sources = [2 * int(place) + 1 for place in np.argsort(order)[:asked]]
+        return _joined([*parts, text[cuts[-1] :]], answers, sources, questions)
 
     def _passkey(self, draw: np.random.Generator, length: int, index: int) -> Sample:
         """A number in the paper's filler, in turn for each tenth of depth."""
@@ -222,27 +226,27 @@ class RetrievalWriter:
 
 
 def retrieval_dataset(
-    tokenizer: Any, haystack: str, *, count: int, length: int, seed: int, first: int = 0, answers: int = 256
+    tokenizer: Any, haystack: str, *, count: int, length: int, seed: int, first: int = 0, kind: str | None = None
 ) -> PackedDataset:
     """Texts for the choice of exact heads: four of five ask for something, in the fifth all tokens are labels.
 
     Args:
-        count: sequences, of `length` tokens each.
+        count: sequences, of `length` tokens each; at most `MOST_LABELS` of a sequence are labels.
         first: number of the first; others are other texts.
-        answers: at most so many labels in a sequence.
+        kind: of all of them; None: as said.
     """
     writer = RetrievalWriter(tokenizer, "train", haystack, begin_token=True)
     ids_NT = np.empty((count, length), np.int32)
     labels_NT = np.zeros((count, length), bool)
-    for row in range(count):
-        draw = np.random.default_rng([STREAMS["train"], seed, length, first + row, 0])
-        if draw.integers(5):
-            sample = writer.write_any(length, seed, first + row)
+    for row, number in enumerate(range(first, first + count)):
+        draw = np.random.default_rng([STREAMS["train"], seed, length, number, 0])
+        if kind is not None or draw.integers(5):
+            sample = writer.write(kind, length, seed, number) if kind else writer.write_any(length, seed, number)
             ids_NT[row], places = sample.token_ids, np.flatnonzero(sample.answer >= 0)
         else:
             text = writer.text_of(draw, length - len(writer.begin))
             ids_NT[row], places = np.insert(text, 0, writer.begin), np.arange(1, length)
-        labels_NT[row, draw.permutation(places)[:answers]] = True
+        labels_NT[row, draw.permutation(places)[:MOST_LABELS]] = True
     info = {"sequences": count, "fingerprint": fingerprint(ids_NT, labels_NT)}
     return PackedDataset(ids_NT, labels_NT, info=info)
 

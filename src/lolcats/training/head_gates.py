@@ -4,12 +4,13 @@ Recall sits in few heads that work as a chain, so that trying heads one at a tim
 output is gate * softmax + (1 - gate) * hybrid attention; the gates start at 1 and minimise the divergence from the
 softmax model where something is to be found again in a text, plus a penalty on their mean. The heads with the largest
 gates become exact; an average over the latest steps orders those that all end at 1, or at 0. (After DuoAttention,
-arXiv:2410.10819, whose other side of a gate is a window alone.)
+arXiv:2410.10819, whose other side of a gate is a window alone.) Some heads matter in longer texts than gates can be
+trained on: those next to the border are compared there, each left out in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ from lolcats.training.finetune import ROWS, label_rows
 from lolcats.training.graphs import Graphs, graphs_wanted
 from lolcats.training.head import find_head, head_inputs, part_size, weighted_losses
 
+Head = tuple[int, int]
+"""Layer and KV head."""
+FAR, FAR_TEXTS = 4, 8
+"""Times the length of the gates' texts, and number, of these longer ones."""
 AVERAGE_STEPS = 100
 """Steps over which gates are averaged: the time constant of an exponential average."""
 
@@ -110,6 +115,35 @@ class GateStage:
         """The averaged gates of each layer's KV heads."""
         return {index: average.tolist() for index, average in self.averages.items()}
 
+    @torch.no_grad()
+    def costs(self, kept: list[Head], left_out: list[Head], texts: PackedDataset) -> list[float]:
+        """Mean divergence in nats over the labels of texts, when `kept` have softmax attention but for one.
+
+        Returns:
+            One number for each of `left_out`, which are among `kept`.
+        """
+        self.model.eval()
+        masks = [
+            {
+                index: torch.tensor(
+                    [float((index, head) in kept and (index, head) != out) for head in range(len(gate))],
+                    device=gate.device,
+                )
+                for index, gate in self.gates.items()
+            }
+            for out in left_out
+        ]
+
+        def measure(indices: list[int]) -> tuple[Tensor, int]:
+            inputs, labels = self._inputs(texts.batch(indices)), texts.labels(indices)
+            with gathered(self.head.module):
+                teacher_LD = self._features(inputs, SOFTMAX)
+                found = [self._divergence(inputs, teacher_LD, gates) for gates in masks]
+            return torch.stack(found)[:, None] * labels, labels
+
+        totals, count = self.group.sums(batches_of(texts, 1), measure)
+        return [total / count for total in totals]
+
     def _inputs(self, batch: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
         """On the device; `scale` too, which differs by the labels of a batch and would be a constant of a graph."""
         rows = label_rows(batch["labels"], padded=self.graphs.enabled, by_labels=True)
@@ -125,20 +159,50 @@ class GateStage:
 
     def _losses(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean divergence in nats over the labels of a batch, and the mean gate."""
-        tokens = {"input_ids": inputs["input_ids"]}
-        row_L, label_L, weight_L = (inputs[name] for name in ROWS)
         with torch.no_grad():
-            teacher_LD = head_inputs(self.model, self.head, tokens, row_L, SOFTMAX)
-        student_LD = head_inputs(self.model, self.head, tokens, row_L, AttentionCall(gates=self.gates))
-        rows = student_LD, teacher_LD, label_L, weight_L
-        divergence, *_ = weighted_losses(*rows, self.head, share=1, part=self.part)
+            teacher_LD = self._features(inputs, SOFTMAX)
+        divergence = self._divergence(inputs, teacher_LD, self.gates)
         return {"divergence": divergence, "mean_gate": torch.cat(list(self.gates.values())).mean()}
 
+    def _features(self, inputs: dict[str, Tensor], call: AttentionCall) -> Tensor:
+        tokens = {"input_ids": inputs["input_ids"]}
+        return head_inputs(self.model, self.head, tokens, inputs[ROWS[0]], call)
 
-def by_gate(gates: dict[int, list[float]]) -> list[tuple[int, int]]:
+    def _divergence(self, inputs: dict[str, Tensor], teacher_LD: Tensor, gates: Mapping[int, Tensor]) -> Tensor:
+        _, label_L, weight_L = (inputs[name] for name in ROWS)
+        rows = self._features(inputs, AttentionCall(gates=gates)), teacher_LD, label_L, weight_L
+        return weighted_losses(*rows, self.head, share=1, part=self.part)[0]
+
+
+def by_gate(gates: dict[int, list[float]]) -> list[Head]:
     """All heads as (layer, head), those with the largest gates first; of equal ones those of earlier layers."""
     heads = sorted((-gate, index, head) for index, row in gates.items() for head, gate in enumerate(row))
     return [(index, head) for _, index, head in heads]
+
+
+def border(count: int) -> int:
+    """Heads on either side of the border of `count` exact ones that longer texts compare: a quarter, at most eight."""
+    return min(8, max(1, round(count / 4)))
+
+
+def far_length(section: GatesSection, positions: int) -> int:
+    """Tokens of the longer texts that settle who is next to the border; 0: the model has too few positions."""
+    length = min(FAR * section.sequence_length, positions)
+    return length if length > section.fitting_length(positions) else 0
+
+
+def settle(
+    ranked: list[Head], count: int, costs: Callable[[list[Head], list[Head]], list[float]]
+) -> tuple[list[Head], dict[Head, float]]:
+    """`ranked`, but those next to the border of the first `count` by what each costs, most first; and the costs.
+
+    Args:
+        costs: as `GateStage.costs`, without its texts.
+    """
+    near = border(count)
+    start, end = max(0, count - near), count + near
+    found = dict(zip(ranked[start:end], costs(ranked[:end], ranked[start:end]), strict=True))
+    return [*ranked[:start], *sorted(found, key=lambda head: -found[head]), *ranked[end:]], found
 
 
 def heads_picture(values: dict[int, list[float]], chosen: dict[int, list[int]], name: str = "gates") -> Table:

@@ -8,6 +8,7 @@ before everything that can be refused has been checked. Each stage is a function
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,17 @@ from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import load_in_parts
 from lolcats.parallel.sharding import load_sharded
 from lolcats.provenance import provenance
-from lolcats.report import COST_COLUMNS, REPORT_FILE, begin_report, cost_rows, model_card, stage_summary, table
+from lolcats.report import (
+    COST_COLUMNS,
+    REPORT_FILE,
+    begin_report,
+    cost_rows,
+    model_card,
+    read_optional,
+    stage_summary,
+    table,
+    write_text,
+)
 from lolcats.run import Run, Splits, open_run
 from lolcats.self_data import written_file, written_key
 from lolcats.training.attention_transfer import TransferStage
@@ -240,7 +251,7 @@ def choose_heads(run: Run) -> None:
         far: dict[Head, float] = {}
         if run.far is not None:
             count = sum(map(len, within_budget(ranked).values()))
-            ranked, far = settle(ranked, count, partial(stage.costs, texts=run.far))
+            ranked, far = settle(ranked, count, partial(_costs, run, stage))
             costs = ", ".join(f"{layer}.{head}: {cost:.3f}" for (layer, head), cost in far.items())
             run.console.print(f"divergence in texts of {run.far.input_ids.shape[1]} tokens without {costs}")
         chosen = within_budget(ranked)
@@ -253,6 +264,19 @@ def choose_heads(run: Run) -> None:
     own, softmax = cache_sizes(run.model.config, REPORTED_TOKENS, run.base_dtype)
     own = softmax if run.config.adjust.softmax_control else own
     run.report["cache"] = {"tokens": REPORTED_TOKENS, "bytes": own, "softmax_bytes": softmax}
+
+
+def _costs(run: Run, stage: GateStage, kept: list[Head], left_out: list[Head]) -> list[float]:
+    """`stage.costs` in long texts, measured once in a run: a resumed stage 2 goes on with the same heads."""
+    assert run.far is not None
+    file, asked = run.folder / "gates" / "far.json", f"{left_out} of {kept}"
+    saved = read_optional(file)
+    if saved is None or saved["asked"] != asked:
+        saved = {"asked": asked, "costs": stage.costs(kept, left_out, run.far)}
+        with run.group.sync_errors():
+            if run.group.is_main:
+                write_text(file, json.dumps(saved))
+    return list(saved["costs"])
 
 
 def train_stage_2(run: Run) -> LolcatsForCausalLM | PeftModel:

@@ -42,7 +42,8 @@ def test_a_chat_model_writes_prompts_and_answers(chat_dir, monkeypatch):
     monkeypatch.setattr(type(chat_dir), "write_text", None)  # which leaves a part of a file on a full disk
     written, report, file = rows(chat_dir, DataSource(path="self", max_rows=24))
     assert len(written) == report["rows"]
-    assert report["rows"] + report["left_out"] == 24
+    assert report["rows"] + sum(report["left_out"].values()) == 24
+    assert all(report["left_out"].values())
     asked = [row["messages"][0]["content"] for row in written]
     assert len(set(asked)) == len(asked)
     assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in written)
@@ -92,6 +93,10 @@ def test_prompts_that_the_user_gives(chat_dir, tmp_path):
     written, report, _ = rows(chat_dir, DataSource(path=str(_file(tmp_path, given)), answers="teacher"))
     assert report["sampling"]["prompts"] == "given"
     assert {"system", "user"} == {row["messages"][0]["role"] for row in written}
+    same = [{"messages": [{"role": "system", "content": f"w{index % 3}"}, *given[1]["messages"]]} for index in range(6)]
+    _, report, file = rows(chat_dir, DataSource(path=str(_file(tmp_path, same)), answers="teacher"))
+    assert report["left_out"]["prompts like another"] == 3  # another system message makes another prompt
+    assert len(file.with_suffix(".samples").read_text().splitlines()) == 3
     assert all(row["messages"][-1] != old for row in written)
 
 

@@ -70,7 +70,8 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
             torch.cuda.empty_cache()
             write_text(about, json.dumps(found | {"sampling": sampling, "hash": key}, indent=1))
     report = json.loads(about.read_text(encoding="utf-8"))
-    console.print(f"{report['rows']} rows by the model itself, {report['left_out']} left out: {file}", soft_wrap=True)
+    reasons = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
+    console.print(f"{report['rows']} rows by the model itself{reasons}: {file}", soft_wrap=True)
     return file, report
 
 
@@ -146,7 +147,7 @@ def write_rows(
         prompts: what to answer; None: sampled, too.
 
     Returns:
-        rows, left_out and tokens sampled.
+        rows, how many were left out, by the reason, and tokens sampled.
     """
 
     def draw(name: str, prompts: list[list[int]], new: int, params: dict[str, Any], seed: int) -> list[dict[str, Any]]:
@@ -167,36 +168,48 @@ def write_rows(
         return [found[index] for index in sorted(found)]
 
     rows: list[dict[str, Any]] = []
+    left_out: Counter[str] = Counter()
+
+    def good(drafts: list[dict[str, Any]], what: str, shortest: int, whole: bool = True) -> dict[int, str]:
+        """Their texts by index, but for those that are cut off, short or repeat themselves."""
+        texts = {row["index"]: row["text"].strip() for row in drafts if row["finished"] or not whole}
+        left_out[f"{what} without an end"] += len(drafts) - len(texts)
+        kept = {index: text for index, text in texts.items() if _is_good(text, shortest)}
+        left_out[f"{what} too short or repetitive"] += len(texts) - len(kept)
+        return kept
+
     if getattr(tokenizer, "chat_template", None):
         # A chat model: prompts, unless they are given, then an answer to each.
         if prompts is None:
             opening, stop = _user_turn(tokenizer)
             drafts = draw("prompts", [opening] * count, length // 4, PROMPT | stop, seed)
-            texts = [row["text"].strip() for row in drafts if row["finished"]]
-            prompts = [[{"role": "user", "content": text}] for text in texts if _is_good(text, SHORTEST_PROMPT)]
-        prompts = list({prompt[-1]["content"]: prompt for prompt in prompts}.values())
+            texts = good(drafts, "prompts", SHORTEST_PROMPT).values()
+            prompts = [[{"role": "user", "content": text}] for text in texts]
+        different = list({json.dumps(prompt): prompt for prompt in prompts}.values())
+        left_out["prompts like another"] = len(prompts) - len(different)
         asked: list[tuple[Conversation, list[int]]] = []
-        for prompt in prompts:
+        for prompt in different:
             with suppress(UserError) if len(prompt) > 1 else nullcontext():  # templates may know no system message
                 asked.append((prompt, _encode(tokenizer, chat_text(tokenizer, prompt))))
-        asked = [(prompt, ids) for prompt, ids in asked if len(ids) <= length // 2]
-        samples = draw("samples", [ids for _, ids in asked], length // 2, ANSWER, seed + 1)
-        for row in samples:
-            text = row["text"].strip()
-            if row["finished"] and _is_good(text, 1):
-                rows.append({"messages": [*asked[row["index"]][0], {"role": "assistant", "content": text}]})
+        left_out["prompts with a system message that the template refuses"] = len(different) - len(asked)
+        short = [(prompt, ids) for prompt, ids in asked if len(ids) <= length // 2]
+        left_out[f"prompts longer than {length // 2} tokens"] = len(asked) - len(short)
+        samples = draw("samples", [ids for _, ids in short], length // 2, ANSWER, seed + 1)
+        for index, text in good(samples, "answers", 1).items():
+            rows.append({"messages": [*short[index][0], {"role": "assistant", "content": text}]})
     else:  # a base model continues from its begin token
         begin = next((x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None), None)
         if begin is None or prompts is not None:
             need = "chat template" if prompts is not None else "begin or end token"
             raise UserError(f"this model's tokenizer has no {need}, so that it cannot write training data: give --data")
         samples = draw("samples", [[begin]] * count, length - 1, PROMPT, seed)
-        texts = [row["text"].strip() for row in samples]
-        rows = [{"text": text} for text in texts if _is_good(text, SHORTEST_TEXT)]
+        rows = [{"text": text} for text in good(samples, "texts", SHORTEST_TEXT, whole=False).values()]
+    left_out = +left_out  # without zeros
     if not rows:
-        raise UserError("the model wrote no usable training data: give other prompts, or data with answers (--data)")
+        found = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        raise UserError(f"the model wrote no usable training data ({found}): give other prompts, or answers (--data)")
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-    return {"rows": len(rows), "left_out": count - len(rows), "tokens": sum(row["tokens"] for row in samples)}
+    return {"rows": len(rows), "left_out": dict(left_out), "tokens": sum(row["tokens"] for row in samples)}
 
 
 def _user_turn(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:

@@ -27,13 +27,13 @@ def test_one_line_per_evaluation_and_interval_with_the_speed_since_resuming():
     clock.now += 500  # kernels are compiled
     for step in range(101, 109):
         clock.now += 3
-        progress.update(step, f"loss {1 / (step - 100):.4g}  lr 0.0001  ", step * 30_000)
+        progress.update(step, f"loss {1 / (step - 100):.4g}  lr 1e-4  ", step * 30_000)
     progress.evaluated(108, 7.25, False)
     assert stream.getvalue().splitlines() == [
-        "adjust 100/140  perplexity 9.5 (best)",
-        "adjust 101/140  loss 1  lr 0.0001  3.03M tokens  perplexity 9.5 (best)",
-        "adjust 105/140  loss 0.2  lr 0.0001  3.15M tokens  10,000 tokens/s  ETA 0:01:45  perplexity 9.5 (best)",
-        "adjust 108/140  loss 0.125  lr 0.0001  3.24M tokens  10,000 tokens/s  ETA 0:01:36  perplexity 7.25",
+        "adjust 100/140  perplexity at 100: 9.5 (best)",
+        "adjust 101/140  loss 1  lr 1e-4  3.03M tokens  perplexity at 100: 9.5 (best)",
+        "adjust 105/140  loss 0.2  lr 1e-4  3.15M tokens  10,000 tokens/s  ETA 0:01:45  perplexity at 100: 9.5 (best)",
+        "adjust 108/140  loss 0.125  lr 1e-4  3.24M tokens  10,000 tokens/s  ETA 0:01:36  perplexity at 108: 7.25",
     ]
 
 

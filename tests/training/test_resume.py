@@ -119,29 +119,41 @@ def test_settings_that_do_not_decide_may_change(tmp_path, toy, unbroken):
 
 
 @pytest.mark.parametrize("micro_step", [5, 10_000])
-def test_sigterm_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, toy, unbroken, micro_step):
+@pytest.mark.parametrize(("kind", "stop"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, toy, unbroken, micro_step, kind, stop):
     def terminate(number):
         if number == micro_step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), kind)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(kind)
     stage = toy(before_step=terminate)
     if micro_step == 5:
-        with pytest.raises(Terminated, match=r"stage toy at step \d+: its checkpoint is written"):
+        with pytest.raises(stop, match=r"stage toy at step \d+: its checkpoint is written"):
             run(stage, tmp_path / "run", checkpoint_every=1000)
         assert len(list_checkpoints(tmp_path / "run")) == 1
         stage = toy()
     result = run(stage, tmp_path / "run", resume=True, checkpoint_every=1000)
     assert equal_weights(copy_weights(stage), unbroken[0])
     assert comparable(result) == comparable(unbroken[1])
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(kind) is before
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path, toy, capfd):
+    def interrupt(number):
+        if number in (5, 6):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(toy(before_step=interrupt), tmp_path / "run", checkpoint_every=1000)
+    assert not list_checkpoints(tmp_path / "run")
+    assert "Ctrl-C again ends at once" in capfd.readouterr().err
 
 
 def test_a_sigterm_after_the_last_update_is_not_lost():
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append("handled"))
     try:
-        with loop.SigtermWatch() as watch:
+        with loop.SignalWatch() as watch:
             os.kill(os.getpid(), signal.SIGTERM)
             assert watch.received
             assert not received

@@ -142,9 +142,9 @@ def _text(
 
 
 EVALUATIONS: dict[str, Callable[..., Any]] = {
-    "perplexity": partial(_text, measure=dataset_perplexity),
+    "ruler": _ruler,  # first those that may refuse a length
     "recall": _recall,
-    "ruler": _ruler,
     "passkey": partial(_recall, usual=PASSKEY),
+    "perplexity": partial(_text, measure=dataset_perplexity),
     "esl": partial(_text, measure=effective_lengths),
 }

@@ -65,16 +65,16 @@ def train(
 
     Raises:
         TrainingDiverged: something became NaN or infinite. Nothing trained with it was kept.
-        Terminated: SIGTERM came; a checkpoint was written.
+        Terminated: SIGTERM came; a checkpoint was written. KeyboardInterrupt: likewise Ctrl-C.
         UserError: `directory` is in use, belongs to another configuration, cannot be written or is damaged;
             the data are fewer than a batch; out of memory.
     """
     progress = progress or Progress()
     try:
         trainer = Trainer(stage, dataset, config, seed, progress)
-        with SigtermWatch() as sigterm:
+        with SignalWatch() as watch:
             return trainer.run(
-                directory, stage_fingerprint(config, dataset, seed, fingerprint or {}), sigterm, resume=resume
+                directory, stage_fingerprint(config, dataset, seed, fingerprint or {}), watch, resume=resume
             )
     finally:
         progress.close()
@@ -105,25 +105,34 @@ def warn_of_few_updates(name: str, config: OptimSection, sequences: int, console
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
 
-class SigtermWatch:
-    """Notes SIGTERM in a block of the main thread, for the block to end at a good place; a second one ends at once."""
+class SignalWatch:
+    """Notes SIGTERM and Ctrl-C in a block of the main thread, which then ends at a good place; another ends at once.
 
-    def __enter__(self) -> SigtermWatch:
-        self.received = False
-        self._before: Any = None
+    Attributes:
+        received: the signal; 0: none.
+    """
+
+    def __enter__(self) -> SignalWatch:
+        self.received = 0
+        self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell's background jobs have it
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         if self.received and kind is None:  # it came too late for the block
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.received)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.received = number
+        for each in self._before:
+            signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+        if number == signal.SIGINT:  # a handler may not print
+            os.write(2, b"\nending after this update, with a checkpoint; Ctrl-C again ends at once\n")
 
 
 class Trainer:
@@ -209,10 +218,10 @@ class Trainer:
     # --- what surrounds the updates -------------------------------------------------------------------------
 
     def run(
-        self, directory: Path, fingerprint: dict[str, Any], sigterm: SigtermWatch, *, resume: bool = False
+        self, directory: Path, fingerprint: dict[str, Any], watch: SignalWatch, *, resume: bool = False
     ) -> TrainState:
         """All updates from the beginning, or from what is in the folder; the best weights are in the stage then."""
-        self.directory, self.fingerprint, self.sigterm, self.saved_at = directory, fingerprint, sigterm, monotonic()
+        self.directory, self.fingerprint, self.watch, self.saved_at = directory, fingerprint, watch, monotonic()
         name, saved = self.stage.name, list_checkpoints(directory)
         if saved and not resume:
             raise UserError(
@@ -252,21 +261,22 @@ class Trainer:
             if last or state.steps % self.config.eval_every == 0:
                 self._evaluate()
                 state.seconds = monotonic() - started
-            due, terminated = self._asked()
-            if last or due or terminated:
+            due, received = self._asked()
+            if last or due or received:
                 self._save()
-            if terminated:
+            if received:
                 where = f"stage {self.stage.name} at step {state.steps}"
-                raise Terminated(f"{where}: its checkpoint is written, and the same command resumes there")
+                stop = KeyboardInterrupt if received == signal.SIGINT else Terminated
+                raise stop(f"{where}: its checkpoint is written, and the same command resumes there")
 
-    def _asked(self) -> tuple[bool, bool]:
-        """Whether a checkpoint is due, and whether SIGTERM came; the same on all ranks. Several ask each other when
+    def _asked(self) -> tuple[bool, int]:
+        """Whether a checkpoint is due, and which signal came; the same on all ranks. Several ask each other when
         losses were read, which waits for all of them anyway; the time is looked at then, too."""
         due = self.state.steps % self.config.checkpoint_every == 0
         if self.metrics.updates:
-            return due, self.sigterm.received and self.group.world == 1
-        asked = self.group.gather((monotonic() - self.saved_at >= SAVE_AFTER_S, self.sigterm.received))
-        return due or asked[0][0], any(received for _, received in asked)
+            return due, self.watch.received if self.group.world == 1 else 0
+        asked = self.group.gather((monotonic() - self.saved_at >= SAVE_AFTER_S, self.watch.received))
+        return due or asked[0][0], max(received for _, received in asked)
 
     def _evaluate(self) -> None:
         state, metric_name = self.state, self.stage.metric

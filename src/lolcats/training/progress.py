@@ -56,6 +56,7 @@ class Progress:
     def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
         """A stage begins, or resumes after `step`."""
         self.stage, self.metric, self.total_steps, self.shown_at = stage, metric, total_steps, self.clock()
+        self.training = self.validation = ""
         self.bars.reset(self.task.id, total=total_steps, completed=step, description=stage, numbers="starting")
         self.bars.start()
 
@@ -72,7 +73,7 @@ class Progress:
     def evaluated(self, step: int, value: float, is_best: bool) -> None:
         """The validation metric was measured."""
         self.bars.update(self.task.id, completed=step)
-        self.validation = f"{self.metric} {value:.4g}{' (best)' if is_best else ''}"
+        self.validation = f"{self.metric} at {step}: {value:.4g}{' (best)' if is_best else ''}"
         self._show(at_once=True)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -25,6 +25,7 @@ from lolcats.conversion import convert, covered_positions, fit_positions, positi
 from lolcats.data import build_datasets
 from lolcats.data.cache import content_hash
 from lolcats.data.retrieval import FACTS, retrieval_dataset
+from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.attention import SOFTMAX, AttentionCall
 from lolcats.modeling.balance import balance_keys
@@ -56,6 +57,8 @@ from lolcats.training.loop import train
 from lolcats.training.progress import Progress
 
 GATE_TEXTS = 32  # for the validation of gates
+GATES_ALONE = "heads are chosen by gates alone:"
+PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 def linearize(
@@ -156,8 +159,12 @@ def prepare_data(run: Run) -> None:
             count, length = section.total_steps(1) * section.batch_size, section.fitting_length(positions_of(base))
             texts = partial(retrieval_dataset, run.tokenizer, section.haystack, seed=config.seed)
             run.data["gates"] = texts(count=count, length=length), texts(count=GATE_TEXTS, length=length, first=count)
-            if far := far_length(section, positions_of(base)):
-                run.far = texts(count=FAR_TEXTS, length=far, kind=FACTS)
+            chunk = getattr(base.config.get_text_config(), "attention_chunk_size", None)  # the longest row it takes
+            if far := far_length(section, min(positions_of(base), chunk or positions_of(base))):
+                try:
+                    run.far = texts(count=FAR_TEXTS, length=far, kind=FACTS)
+                except UserError as error:
+                    run.console.print(f"{GATES_ALONE} no texts of {far} tokens: {error}", **PLAIN)
     run.report = begin_report(config, {stage: run.data[stage][0] for stage in stages}, run.validation)
     if run.written:
         run.report["data"]["written"] = [report for _, report in run.written.values()]
@@ -239,7 +246,8 @@ def train_stage_1(run: Run) -> None:
 
 
 def choose_heads(run: Run) -> None:
-    """As many exact heads as the budget allows, those with the largest gates."""
+    """As many exact heads as the budget allows: those with the largest gates; next to the border, what texts need that
+    are longer than the gates'."""
     budget = run.config.attention.exact_budget
     if "gates" in run.sections and budget is not None:
         section, validation = run.sections["gates"], run.data["gates"][1]
@@ -248,12 +256,7 @@ def choose_heads(run: Run) -> None:
         gates = stage.values()
         within_budget = partial(heads_in_budget, run.model.config, budget, run.base_dtype)
         ranked = by_gate(gates)
-        far: dict[Head, float] = {}
-        if run.far is not None:
-            count = sum(map(len, within_budget(ranked).values()))
-            ranked, far = settle(ranked, count, partial(_costs, run, stage))
-            costs = ", ".join(f"{layer}.{head}: {cost:.3f}" for (layer, head), cost in far.items())
-            run.console.print(f"divergence in texts of {run.far.input_ids.shape[1]} tokens without {costs}")
+        ranked, far = _settled(run, stage, ranked, sum(map(len, within_budget(ranked).values())))
         chosen = within_budget(ranked)
         run.console.print(heads_picture(gates, chosen))
         run.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}
@@ -266,17 +269,33 @@ def choose_heads(run: Run) -> None:
     run.report["cache"] = {"tokens": REPORTED_TOKENS, "bytes": own, "softmax_bytes": softmax}
 
 
-def _costs(run: Run, stage: GateStage, kept: list[Head], left_out: list[Head]) -> list[float]:
-    """`stage.costs` in long texts, measured once in a run: a resumed stage 2 goes on with the same heads."""
-    assert run.far is not None
-    file, asked = run.folder / "gates" / "far.json", f"{left_out} of {kept}"
-    saved = read_optional(file)
-    if saved is None or saved["asked"] != asked:
-        saved = {"asked": asked, "costs": stage.costs(kept, left_out, run.far)}
-        with run.group.sync_errors():
-            if run.group.is_main:
-                write_text(file, json.dumps(saved))
-    return list(saved["costs"])
+def _settled(run: Run, stage: GateStage, ranked: list[Head], count: int) -> tuple[list[Head], dict[Head, float]]:
+    """`settle` in long texts, if there are any. What they find is kept in the run's folder: a resumed stage 2 goes on
+    with the same heads."""
+    if (texts := run.far) is None:
+        return ranked, {}
+    file, length = run.folder / "gates" / "far.json", texts.input_ids.shape[1]
+
+    def costs(kept: list[Head], left_out: list[Head]) -> list[float]:
+        asked, saved = f"{left_out} of {kept}", read_optional(file)
+        if saved is None or saved["asked"] != asked:
+            saved = {"asked": asked, "costs": stage.costs(kept, left_out, texts)}
+            with run.group.sync_errors():
+                if run.group.is_main:
+                    write_text(file, json.dumps(saved))
+        return list(saved["costs"])
+
+    try:
+        ranked, far = settle(ranked, count, costs)
+    except torch.OutOfMemoryError as error:
+        failed = f"out of memory in texts of {length} tokens"
+        if run.group.world > 1:  # the others wait
+            raise UserError(f"{failed}: lower gates.sequence_length; --transfer-from keeps stage 1") from error
+        run.console.print(f"{GATES_ALONE} {failed}", **PLAIN)
+        return ranked, {}
+    found = ", ".join(f"{layer}.{head}: {cost:.3f}" for (layer, head), cost in far.items())
+    run.console.print(f"divergence in texts of {length} tokens without {found}", **PLAIN)
+    return ranked, far
 
 
 def train_stage_2(run: Run) -> LolcatsForCausalLM | PeftModel:

@@ -1,18 +1,21 @@
 """Gates between softmax and hybrid attention, and the heads that they choose."""
 
+import io
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from family_models import randomised
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from lolcats.config import GatesSection
 from lolcats.errors import UserError
 from lolcats.modeling.attention import AttentionCall
 from lolcats.modeling.cache_size import heads_in_budget
-from lolcats.training.head_gates import GateStage, by_gate, settle
+from lolcats.training.head_gates import GateStage, by_gate, far_length, settle
 from lolcats.training.loop import Trainer, train
 
 
@@ -153,6 +156,29 @@ def test_longer_texts_settle_who_is_next_to_the_border():
     assert found[9, 0] == 0.3
     assert settle(ranked, 1, lambda kept, left_out: [0.0, 1.0])[0][:3] == [ranked[1], ranked[0], ranked[2]]
     assert settle(ranked, 12, lambda kept, left_out: [1.0] * len(left_out))[0] == ranked
+
+
+def test_where_longer_texts_cannot_decide_gates_do(run, haystack, tmp_path, monkeypatch):
+    stage = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2, "eval_every": 2}
+    short = tmp_path / "short.txt"
+    short.write_text("\n\n".join(f"w{n % 60} w{n * 7 % 60}" for n in range(600)))
+    section = GatesSection(sequence_length=512)
+    assert [far_length(section, positions) for positions in (512, 1000, 1024, 10_000)] == [0, 0, 1024, 2048]
+
+    def choose(name, text):
+        stages = {"transfer": stage, "gates": stage | {"haystack": text, "sequence_length": 512}, "adjust": stage}
+        printed = io.StringIO()
+        console = Console(file=printed, width=200)
+        found = run(tmp_path / name, stages, {"attention": {"exact": "50%"}}, console=console)["gates"]
+        largest = sorted((-gate, layer) for layer, gates in found["values"].items() for gate in gates)[:2]
+        assert sorted(layer for _, layer in largest) == sorted(x for x, heads in found["chosen"].items() for _ in heads)
+        assert found["far"] == {}
+        return printed.getvalue()
+
+    monkeypatch.setattr("lolcats.pipeline.positions_of", lambda base: 2048)
+    assert "gates alone: no texts of 2048 tokens: the haystack has" in choose("short", str(short))
+    monkeypatch.setattr(GateStage, "costs", Mock(side_effect=torch.OutOfMemoryError))
+    assert "gates alone: out of memory in texts of 2048 tokens" in choose("full", haystack)
 
 
 def test_budgets(linearized):

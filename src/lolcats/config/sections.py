@@ -235,7 +235,8 @@ class GatesSection(OptimSection):
     """Tokens of a text, four fifths of which ask for something that stands in them; fewer if the model has fewer
     positions."""
     haystack: str = "demo"
-    """Text around what is asked for: a data source of plain text, or the shipped textbooks."""
+    """Text around what is asked for: a data source of plain text, or the shipped textbooks. With fewer than four times
+    `sequence_length` tokens, heads next to the budget's border are not compared in texts of so many."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 

@@ -110,7 +110,7 @@ class RetrievalWriter:
         return _haystack_tokens(self.tokenizer, self.haystack, self.split)
 
     def write(self, kind: str, length: int, seed: int, index: int) -> Sample:
-        """Sample `index` of a kind: `KINDS`, "passkey"; for training N facts: "needles_N", "facts_N" (all asked)."""
+        """Sample `index` of a kind: `KINDS`, "passkey"; of N facts one asked for: "needles_N", or all: "facts_N"."""
         draw = np.random.default_rng([STREAMS[self.split], seed, length, index, zlib.crc32(kind.encode())])
         room = length - len(self.begin)
         sample = self._passkey(draw, room, index) if kind == "passkey" else self._write(kind, draw, room)
@@ -241,7 +241,9 @@ def retrieval_dataset(
     for row, number in enumerate(range(first, first + count)):
         draw = np.random.default_rng([STREAMS["train"], seed, length, number, 0])
         if kind is not None or draw.integers(5):
-            sample = writer.write(kind, length, seed, number) if kind else writer.write_any(length, seed, number)
+            sample = (
+                writer.write_any(length, seed, number) if kind is None else writer.write(kind, length, seed, number)
+            )
             ids_NT[row], places = sample.token_ids, np.flatnonzero(sample.answer >= 0)
         else:
             text = writer.text_of(draw, length - len(writer.begin))

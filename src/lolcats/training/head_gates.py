@@ -125,10 +125,7 @@ class GateStage:
         self.model.eval()
         masks = [
             {
-                index: torch.tensor(
-                    [float((index, head) in kept and (index, head) != out) for head in range(len(gate))],
-                    device=gate.device,
-                )
+                index: gate.new_tensor([(index, head) in {*kept} - {out} for head in range(len(gate))])
                 for index, gate in self.gates.items()
             }
             for out in left_out
@@ -186,9 +183,9 @@ def border(count: int) -> int:
 
 
 def far_length(section: GatesSection, positions: int) -> int:
-    """Tokens of the longer texts that settle who is next to the border; 0: the model has too few positions."""
+    """Tokens of the longer texts that settle who is next to the border; 0: the model reaches less than twice as far."""
     length = min(FAR * section.sequence_length, positions)
-    return length if length > section.fitting_length(positions) else 0
+    return length if length >= 2 * section.fitting_length(positions) else 0
 
 
 def settle(

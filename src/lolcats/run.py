@@ -223,6 +223,6 @@ def open_run(config: LinearizeConfig, output: Path, console: Console | None = No
                 run.check()
             yield run
         except KeyboardInterrupt as stop:
-            raise type(stop)(run.how_to_resume()) from None
+            raise type(stop)(run.how_to_resume() if group.is_main else "") from None  # who tidies checkpoints up
         finally:
             run.lock.__exit__()

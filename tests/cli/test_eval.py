@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from lolcats.errors import UserError
+
 REPORT = {
     "teacher": "base",
     "models": [
@@ -49,12 +51,28 @@ def test_models_are_compared_with_the_teacher_and_the_report_is_kept(cli, calls,
     assert json.loads(result.stdout) == json.loads(file.read_text()) == REPORT
 
 
+def test_what_was_measured_before_an_error_is_shown(cli, calls, monkeypatch, tmp_path):
+    from lolcats.evaluation import suite
+
+    def fails(*_, keep, **__):
+        keep(REPORT | {"unfinished": True})
+        raise UserError("ruler_vt does not fit")
+
+    monkeypatch.setattr(suite, "evaluate_models", fails)
+    result = cli("eval", "base", "out/", "-o", tmp_path / "report.json")
+    assert result.exit_code == 1
+    assert "ruler_vt does not fit" in result.stderr
+    assert "-25.00" in result.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["unfinished"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--lengths", "2k"), "expected numbers separated by commas"),
         (("--tasks", ","), "expected names"),
         (("-o", "/no/such/place/report.json"), "there is no folder"),
+        (("-o", "/"), "it is a folder"),
     ],
 )
 def test_mistakes(cli, calls, arguments, message):

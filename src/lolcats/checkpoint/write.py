@@ -171,8 +171,10 @@ def staged(output: Path) -> Iterator[Path]:
         staging.mkdir()
         yield staging
         _swap(staging, output)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if not isinstance(error, OSError) and "os error" not in str(error):  # so tokenizers reports a full disk
+            raise
         raise UserError(
             f"cannot write the model to {output}: {error}. The trained weights are safe in its run/ folder; make"
             " room, then run the same command with --resume"

@@ -59,23 +59,29 @@ def evaluate(
       lolcats eval base out/ --tasks recall,gsm8k --lengths 1024,4096 --haystack books.jsonl
     """
     section = data_section(data, given) if data else None
-    if output is not None and not output.absolute().parent.is_dir():
-        raise UserError(f"cannot write {output}: there is no folder {output.parent}")
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        what = "it is a folder" if output.is_dir() else f"there is no folder {output.parent}"
+        raise UserError(f"cannot write {output}: {what}")
     from lolcats.evaluation.suite import evaluate_models
     from lolcats.evaluation.tables import tables
 
     options = validated(EvalOptions, settings | {"data": section, "model_options": load.keywords})
     paths = [*([] if teacher is None else [teacher]), *(path for path in models if path != teacher)]
 
-    def keep(report: dict[str, Any]) -> None:
+    report: dict[str, Any] = {}
+
+    def keep(measured: dict[str, Any]) -> None:
+        report.clear()
+        report.update(measured)
         if output is not None:
             write_text(output, json.dumps(without_paths(report), indent=2, ensure_ascii=False) + "\n")
 
-    report = evaluate_models(paths, load, options, note=partial(notes().print, markup=False), keep=keep)
-    keep(report)
-    if as_json:
-        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
-        return
-    console = Console(width=None if sys.stdout.isatty() else 240)  # a file has no edge to wrap at
-    for title, columns, rows in tables(report):
-        console.print(table(title, columns, rows))
+    try:
+        keep(evaluate_models(paths, load, options, note=partial(notes().print, markup=False), keep=keep))
+    finally:  # what was measured until an error is shown, too
+        if as_json and report:
+            typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        elif report:
+            console = Console(width=None if sys.stdout.isatty() else 240)  # a file has no edge to wrap at
+            for title, columns, rows in tables(report):
+                console.print(table(title, columns, rows))

@@ -68,7 +68,8 @@ def sweep(
         found = [numbers_of(row) for row in group]
         cells = [_mean([numbers[name] for numbers in found if name in numbers]) for name in columns]
         lines.append([*case.values(), sum(map(bool, found)), *cells])
-    Console().print(table("Mean ± deviation over seeds", [*case, "seeds", *columns], lines, names=len(case)))
+    console = Console(width=None if sys.stdout.isatty() else 240)  # a file has no edge to wrap at
+    console.print(table("Mean ± deviation over seeds", [*case, "seeds", *columns], lines, names=len(case)))
     failed = [f"[red]failed[/]: {row['run']}, see {row['log']}" for row in rows if row["status"] == "failed"]
     notes().print(*failed, sep="\n", end="\n" * bool(failed), highlight=False, soft_wrap=True)
     raise typer.Exit(bool(failed))
@@ -150,19 +151,22 @@ def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> 
     running: list[subprocess.Popen[bytes]] = []
     ended = threading.Event()
 
-    def stop(*_: object) -> None:
+    def stop(number: int, *_: object) -> None:
         ended.set()
+        if number == signal.SIGINT:  # which the terminal gave the runs, too: they end with a checkpoint
+            raise KeyboardInterrupt("the same command continues")
         for process in running:
             process.terminate()
         raise Terminated("the same command continues")
 
     folder.mkdir(parents=True, exist_ok=True)
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with ThreadPoolExecutor(gpus.qsize()) as pool:
             return list(pool.map(run, rows))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _call(line: list[str], running: list[subprocess.Popen[bytes]], **options: Any) -> int:

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class LolcatsLM(HFLM):
         config = self.model.config
         if not isinstance(self.model, LolcatsForCausalLM) or recurrent_layers(config) or longrope_border(config):
             return super().generate_until(requests, disable_tqdm)
-        by_length = defaultdict(list)
+        by_length, cut = defaultdict(list), 0
         for index, request in enumerate(requests):
             context, options = request.args
             options = normalize_gen_kwargs(options, self.max_gen_toks)
@@ -50,9 +51,14 @@ class LolcatsLM(HFLM):
             sampling = {name: options[name] for name in ("temperature", "top_p", "top_k") if name in options}
             stop = tuple(text for text in options["until"] if text)
             params = SamplingParams(max_new_tokens=new, stop=stop, seed=index, **sampling)
-            prompt = self.tok_encode(context)[new - self.max_length :]
+            prompt = self.tok_encode(context)
+            cut += len(prompt) > self.max_length - new
+            prompt = prompt[new - self.max_length :]
             length = min(max(2048, 1 << (len(prompt) + new - 1).bit_length()), self.max_length)
             by_length[length].append((index, (prompt, params)))
+        if cut:
+            text = f"{cut} of {len(requests)} prompts are cut to the model's {self.max_length} tokens, with the answer"
+            warnings.warn(text, stacklevel=2)
         answers: dict[int, str] = {}
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="answers")
         for length, group in sorted(by_length.items(), reverse=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -103,7 +103,8 @@ class Group:
                 done = True
             finally:
                 if self.is_main:
-                    self.broadcast(done)
+                    with nullcontext() if done else suppress(Exception):  # the others may have left
+                        self.broadcast(done)
 
     # --- tensors --------------------------------------------------------------------------------------------
 

@@ -118,6 +118,15 @@ def test_settings_that_do_not_decide_may_change(tmp_path, toy, unbroken):
     assert equal_weights(weights_of(stage), weights)
 
 
+@pytest.fixture
+def heeded():
+    """Ctrl-C is, also where the shell has its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("micro_step", [5, 10_000])
 @pytest.mark.parametrize(("kind", "stop"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, toy, unbroken, micro_step, kind, stop):
@@ -138,6 +147,7 @@ def test_a_signal_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, toy, 
     assert signal.getsignal(kind) is before
 
 
+@pytest.mark.usefixtures("heeded")
 def test_a_second_ctrl_c_ends_at_once(tmp_path, toy, capfd):
     def interrupt(number):
         if number in (5, 6):

@@ -167,24 +167,29 @@ def passes(program: str) -> bool:
     return done.returncode == 0 and passed.encode() in done.stdout
 
 
-def humaneval(
-    answers: Answers, folder: Path, before: int = 0, count: int | None = None, draw: int = 0
-) -> dict[str, float]:
-    """pass@1 with so many tokens of other code before the task (prompt as lm-eval's humaneval_instruct)."""
-    tasks = rows(folder, "humaneval", "test")[:count]
+def programs(answers: Answers, tasks: list[dict[str, Any]], before: int, draw: int) -> list[list[int]]:
+    """Tokens of HumanEval's tasks, after so many of other code."""
     prompts = []
     for number, task in enumerate(tasks):
         front = other_code(answers.tokenizer, before, number + 1000 * draw) if before else ""
         ask = "Write a solution to the following problem and make sure that it passes the tests:\n"
         begin = f"Here is the completed function:\n```python\n{task['prompt']}"
         prompts.append(answers.chat(f"{front}{ask}```python\n{task['prompt']}\n```", begin))
-    results = answers(prompts, 512, stop=("\n```",))
-    programs = [
+    return prompts
+
+
+def humaneval(
+    answers: Answers, folder: Path, before: int = 0, count: int | None = None, draw: int = 0
+) -> dict[str, float]:
+    """pass@1 with so many tokens of other code before the task (prompt as lm-eval's humaneval_instruct)."""
+    tasks = rows(folder, "humaneval", "test")[:count]
+    results = answers(programs(answers, tasks, before, draw), 512, stop=("\n```",))
+    written = [
         f"{task['prompt']}{result.text}\n{task['test']}\ncheck({task['entry_point']})\n"
         for task, result in zip(tasks, results, strict=True)
     ]
     with ThreadPoolExecutor(16) as pool:
-        return share(list(pool.map(passes, programs)))
+        return share(list(pool.map(passes, written)))
 
 
 # --- sums, labels, questions ---------------------------------------------------------------------------------------
@@ -195,12 +200,16 @@ def number(text: str) -> str | None:
     return found[-1].replace(",", "").rstrip(".").removesuffix(".00") if found else None
 
 
+def examples(folder: Path, shots: int) -> list[tuple[str, str]]:
+    return [(row["question"], re.sub(r"<<.*?>>", "", row["answer"])) for row in rows(folder, "gsm8k", "train")[:shots]]
+
+
 def gsm8k(answers: Answers, folder: Path, shots: int, count: int) -> dict[str, float]:
     """The last number of the answer; examples are earlier turns of the conversation."""
-    examples = [(row["question"], re.sub(r"<<.*?>>", "", row["answer"])) for row in rows(folder, "gsm8k", "train")]
     tasks = rows(folder, "gsm8k", "test")[:count]
     ask = "{0}" if shots else "{0}\nSolve it step by step. End with the number alone, after ####."
-    results = answers([answers.chat(ask.format(row["question"]), "", examples[:shots]) for row in tasks], 400)
+    shown = examples(folder, shots)
+    results = answers([answers.chat(ask.format(row["question"]), "", shown) for row in tasks], 400)
     return share(
         [
             number(result.text) is not None and number(result.text) == number(row["answer"])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lolcats.config import LinearizeConfig, set_fields
 from lolcats.conversion import fit_positions, linearized_config
+from lolcats.data.retrieval import MOST_LABELS
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.cache_size import heads_in_budget, native_window, window_in_budget
@@ -52,7 +53,7 @@ WEIGHT, FLOAT, TRAINED, NF4 = 2, 4, 20, 0.5 + 4 / 64  # bytes of a parameter; tr
 WORKSPACES, TUNING = 96 * 2**20, 256 * 2**20  # of cuBLAS; of Triton while it tunes kernels in stage 1's first steps
 KL_BYTES, KL_PRODUCTS = 20, 5  # of a logit, and with the head, where the teacher's logits are compared
 LABEL_BYTES = 14 / 4  # of a logit where they are not: a quarter of them at once
-GATE_LABELS, CHUNK = 256, 64  # most labels of a retrieval text; tokens of a state of the kernels
+CHUNK = 64  # tokens of a state of the kernels
 
 
 Way = tuple[str, int, dict[str, Any], dict[str, tuple[float, float]]]  # name, processes, what it sets, stages' cost
@@ -146,7 +147,7 @@ def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gp
         if gates and (far := far_length(section, text.max_position_embeddings)):
             trials = 1 + 2 * border(sum(map(len, model.chosen.values())))  # the teacher's, too
             settling = FAR_TEXTS * far * trials * float(2 * model.matrices + softmax_L.sum() * far / length)
-        labels = min(GATE_LABELS, length) / length if gates else 1.0
+        labels = min(MOST_LABELS, length) / length if gates else 1.0
         head = labels * (KL_PRODUCTS if compares else 2) * 2 * hidden * vocabulary
         backward = (2 * model.matrices + 2 * inner) * (1 - first / layers)
         flops = (2 * model.matrices + inner) * (1 + again) + backward + head + compares * frozen

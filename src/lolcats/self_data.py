@@ -59,7 +59,7 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
     count = source.max_rows or ROWS if prompts is None else len(prompts)
     sampling = {"prompts": PROMPT if prompts is None else "given", "answers": ANSWER, "length": MAX_LENGTH}
     decides = {"model": weights_hash(section), "prompts": prompts or count, "sampling": sampling, "seed": seed}
-    key = content_hash(decides)
+    key = content_hash([2, decides])  # 2: which rows are left out
     folder = cache_directory() / f"self-{key[:32]}"
     folder.mkdir(parents=True, exist_ok=True)
     file, about = folder / "rows.jsonl", folder / "about.json"
@@ -70,8 +70,8 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
             torch.cuda.empty_cache()
             write_text(about, json.dumps(found | {"sampling": sampling, "hash": key}, indent=1))
     report = json.loads(about.read_text(encoding="utf-8"))
-    reasons = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
-    console.print(f"{report['rows']} rows by the model itself{reasons}: {file}", soft_wrap=True)
+    left_out = ", ".join(f"{count} {reason}" for reason, count in report["left_out"].items()) or "none"
+    console.print(f"{report['rows']} rows by the model itself (left out: {left_out}): {file}", soft_wrap=True)
     return file, report
 
 

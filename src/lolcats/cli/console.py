@@ -44,6 +44,11 @@ def notes() -> Console:
     return Console(file=sys.stderr)
 
 
+def results() -> Console:
+    """For tables on stdout; a file has no edge to wrap at."""
+    return Console(width=None if sys.stdout.isatty() else 240)
+
+
 # Packages whose own warnings are noise to who runs a command.
 NOISY = "torch|transformers|huggingface_hub|datasets|peft|accelerate|triton|lm_eval|liger_kernel"
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from lolcats.cli.console import notes
+from lolcats.cli.console import notes, results
 from lolcats.cli.options import (
     DATA_OPTIONS,
     ModelLoader,
@@ -71,8 +69,8 @@ def evaluate(
     report: dict[str, Any] = {}
 
     def keep(measured: dict[str, Any]) -> None:
-        report.clear()
-        report.update(measured)
+        nonlocal report
+        report = measured
         if output is not None:
             write_text(output, json.dumps(without_paths(report), indent=2, ensure_ascii=False) + "\n")
 
@@ -82,6 +80,5 @@ def evaluate(
         if as_json and report:
             typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
         elif report:
-            console = Console(width=None if sys.stdout.isatty() else 240)  # a file has no edge to wrap at
             for title, columns, rows in tables(report):
-                console.print(table(title, columns, rows))
+                results().print(table(title, columns, rows))

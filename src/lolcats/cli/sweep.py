@@ -18,9 +18,8 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ConfigDict
-from rich.console import Console
 
-from lolcats.cli.console import notes
+from lolcats.cli.console import notes, results
 from lolcats.cli.options import Overrides, Sources, parse_source
 from lolcats.config import Section, parse_override, read_yaml, validated
 from lolcats.errors import Terminated, UserError
@@ -68,8 +67,7 @@ def sweep(
         found = [numbers_of(row) for row in group]
         cells = [_mean([numbers[name] for numbers in found if name in numbers]) for name in columns]
         lines.append([*case.values(), sum(map(bool, found)), *cells])
-    console = Console(width=None if sys.stdout.isatty() else 240)  # a file has no edge to wrap at
-    console.print(table("Mean ± deviation over seeds", [*case, "seeds", *columns], lines, names=len(case)))
+    results().print(table("Mean ± deviation over seeds", [*case, "seeds", *columns], lines, names=len(case)))
     failed = [f"[red]failed[/]: {row['run']}, see {row['log']}" for row in rows if row["status"] == "failed"]
     notes().print(*failed, sep="\n", end="\n" * bool(failed), highlight=False, soft_wrap=True)
     raise typer.Exit(bool(failed))

@@ -162,8 +162,7 @@ class GateStage:
         return {"divergence": divergence, "mean_gate": torch.cat(list(self.gates.values())).mean()}
 
     def _features(self, inputs: dict[str, Tensor], call: AttentionCall) -> Tensor:
-        tokens = {"input_ids": inputs["input_ids"]}
-        return head_inputs(self.model, self.head, tokens, inputs[ROWS[0]], call)
+        return head_inputs(self.model, self.head, {"input_ids": inputs["input_ids"]}, inputs[ROWS[0]], call)
 
     def _divergence(self, inputs: dict[str, Tensor], teacher_LD: Tensor, gates: Mapping[int, Tensor]) -> Tensor:
         _, label_L, weight_L = (inputs[name] for name in ROWS)

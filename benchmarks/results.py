@@ -235,7 +235,7 @@ Column = tuple[int, Callable[[dict[str, Any]], float | None]]  # digits, and wha
 def of_runs(runs: list[dict[str, Any]], columns: dict[str, Column]) -> list[str]:
     """A row for each title of runs: means over these, with how many measured it if not all did; "-": none."""
     rows = []
-    for title in dict.fromkeys(run["row"] for run in runs):
+    for title in sorted({run["row"]: 0 for run in runs}, key=lambda row: row not in ("teacher", "`lolcats-hybrid`")):
         same = [run for run in runs if run["row"] == title]
         cells = [title, str(len(same))]
         for digits, find in columns.values():
@@ -301,7 +301,7 @@ def far(runs: list[dict[str, Any]]) -> list[str]:
 def trained(results: Results) -> list[str]:
     """What training on other data leaves of a model and of its original."""
     # Of what was trained; None: all runs.
-    seeds = {"teacher": None, "`lolcats-hybrid`": None, "25 %, 8 bits, gates on 8192 tokens": 1}
+    seeds = {"teacher": None, "`lolcats-hybrid`, heads by gates alone": None, "25 %, 8 bits, gates on 8192 tokens": 1}
     runs = [run for run in results.ability["0.5b"] if seeds.get(run["row"], -1) in (None, run["seed"])]
     columns, both = {"HumanEval": percent("humaneval"), "GSM8K": percent("gsm8k")}, ("recall_long", "recall")
     columns |= {"one fact, 8k": fact("needle", 8192, *both), "one of four, 8k": fact("needles", 8192, *both)}

@@ -12,5 +12,10 @@ class UserError(Exception):
     """In a run of several processes: another one prints it."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in one line; its type, where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class Terminated(KeyboardInterrupt):
     """The process was asked to end (SIGTERM); a stage in training has written a checkpoint before."""

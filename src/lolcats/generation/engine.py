@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lolcats.errors import UserError
+from lolcats.errors import UserError, first_line
 from lolcats.generation.request import Piece, Request, Result, Snapshot, end_tokens
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams, choose, logprobs_of
@@ -478,5 +478,4 @@ class Scheduler:
 
 
 def _describe(error: Exception) -> str:
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line}"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lolcats.errors import first_line
 from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall, lolcats_attention, provide_cache_layer
 from lolcats.modeling.cache import CACHE_NAMES, shares_keys
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -211,10 +212,8 @@ class CompiledLayers:
         if not self.works:
             return False
         self.works = False
-        first_line = (str(error).splitlines() or [""])[0]
-        warnings.warn(
-            f"decoding with layers that are not compiled, slower: {type(error).__name__}: {first_line}", stacklevel=2
-        )
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"decoding with layers that are not compiled, slower: {reason}", stacklevel=2)
         return True
 
     def _forwards(self) -> dict[nn.Module, Callable[..., Any]]:

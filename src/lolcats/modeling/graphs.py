@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lolcats.errors import first_line
 from lolcats.modeling.attention import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer, Rows, given_cache
 
@@ -64,8 +65,7 @@ class Graphs:
                 if not isinstance(error, RuntimeError):
                     raise
                 self.works = False
-                first_line = (str(error).splitlines() or [type(error).__name__])[0]
-                warnings.warn(f"generating without CUDA graphs, slower: {first_line}", stacklevel=2)
+                warnings.warn(f"generating without CUDA graphs, slower: {first_line(error)}", stacklevel=2)
                 return call()
         graph, output = self.captured[key]
         graph.replay()

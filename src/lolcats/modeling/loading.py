@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from lolcats.config import ModelSection
-from lolcats.errors import UserError
+from lolcats.errors import UserError, first_line
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.text_tower import TEXT_NAMES, text_tower
 
@@ -185,7 +185,7 @@ def resolve_device(name: str, gpus: str = "/dev/nvidia[0-9]*") -> torch.device:
             raise RuntimeError(f"{build} sees {count} CUDA devices")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the second: PyTorch is built without it
-        message = f"model.device={name!r}: {_first_line(error)}; expected auto, cpu, cuda, cuda:N or mps"
+        message = f"model.device={name!r}: {first_line(error)}; expected auto, cpu, cuda, cuda:N or mps"
         raise UserError(message) from error
     return device
 
@@ -208,7 +208,7 @@ def _load_config(path: str, arguments: dict[str, Any]) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, **arguments)
     except OSError as error:
         if os.path.isdir(path):
-            raise UserError(f"cannot read {path}: {_first_line(error)}") from error
+            raise UserError(f"cannot read {path}: {first_line(error)}") from error
         if "gated" in str(error):
             raise UserError(
                 f"{path} is given to those who accepted its licence: do so at https://huggingface.co/{path}, then log"
@@ -216,14 +216,14 @@ def _load_config(path: str, arguments: dict[str, Any]) -> PreTrainedConfig:
             ) from error
         raise UserError(
             f"model {path!r} not found: neither a local folder with a config.json nor a repository that the Hugging"
-            f" Face hub serves from here ({_first_line(error)}). Check the spelling and the network, and, for private"
+            f" Face hub serves from here ({first_line(error)}). Check the spelling and the network, and, for private"
             " models, log in with `hf auth login`"
         ) from error
     except (KeyError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(f"{path} brings its own model code, which is not run: it cannot be linearized") from error
         raise UserError(
-            f"transformers {transformers.__version__} does not know the architecture of {path}: {_first_line(error)}"
+            f"transformers {transformers.__version__} does not know the architecture of {path}: {first_line(error)}"
         ) from error
 
 
@@ -246,7 +246,7 @@ def load_tokenizer(source: Source) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, **source.arguments)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
-            f"{path} has no tokenizer that loads ({_first_line(error)}): put the original's tokenizer.json and"
+            f"{path} has no tokenizer that loads ({first_line(error)}): put the original's tokenizer.json and"
             " tokenizer_config.json beside the weights"
         ) from error
     if not tokenizer("a")["input_ids"]:  # transformers makes an empty one of tokenizer_config.json alone
@@ -267,7 +267,3 @@ def load_tokenizer(source: Source) -> Any:
             " model's own tokenizer, or save the model after model.resize_token_embeddings(len(tokenizer))"
         )
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from lolcats.errors import UserError
+from lolcats.errors import UserError, first_line
 from lolcats.parallel.group import SINGLE, Group
 
 LONG = timedelta(days=7)
@@ -43,7 +43,7 @@ def open_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Group
             raise
         raise UserError(
             f"rank {group.rank}: another process of this run failed, as its own message says, or vanished"
-            f" ({str(error).strip().partition(chr(10))[0]}). Start the same command with --resume: it resumes from the"
+            f" ({first_line(error)}). Start the same command with --resume: it resumes from the"
             " last checkpoint (with another number of processes, too)"
         ) from error
     finally:

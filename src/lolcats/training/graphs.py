@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lolcats.errors import first_line
 from lolcats.modeling.graphs import side_stream
 
 WARM_UP = 2
@@ -114,9 +115,8 @@ class Graphs:
             with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.zeros(1, device=device)
             # The end of a broken capture raises, too; what broke it is the context.
-            cause = error.__context__ or error
-            first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-            self.report(f"continuing without CUDA graphs, which this model or its memory does not allow: {first}")
+            cause = first_line(error.__context__ or error)
+            self.report(f"continuing without CUDA graphs, which this model or its memory does not allow: {cause}")
             return None
         finally:
             for parameter, gradient in zip(self.parameters, accumulated, strict=True):

@@ -112,7 +112,6 @@ def load(run: Run, *, whole: bool = False) -> None:
         whole: not in parts; for what comes after stage 1.
     """
     config, group = run.config, run.group
-    torch.manual_seed(config.seed)
     run.partial = None
     if run.in_blocks and not whole:
         with group.main_first():
@@ -130,7 +129,6 @@ def load(run: Run, *, whole: bool = False) -> None:
                         run.written[key] = written_file(section, source, config.seed, run.console)
         with group.sync_errors():
             base, run.tokenizer = load_base_model(section)
-            torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             run.model = convert(base, config.attention)
     run.base_dtype = run.model.model.dtype
 

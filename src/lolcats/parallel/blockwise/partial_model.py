@@ -25,7 +25,6 @@ from lolcats.parallel.blockwise.layers import LayerBlock
 def load_in_parts(config: LinearizeConfig, device: torch.device | None = None) -> tuple[PartialModel, Any]:
     """The converted model without its weights, and its tokenizer."""
     skeleton, tokenizer = load_skeleton(config.model), load_tokenizer(locate(config.model))
-    torch.manual_seed(config.seed)  # feature maps start as in joint training
     model = convert(skeleton, config.attention)
     folder = checkpoint_folder(str(config.model.path), config.model.revision)
     return PartialModel(model, folder, device or resolve_device(config.model.device)), tokenizer
@@ -48,10 +47,9 @@ class PartialModel:
                     " transfer.block_mode=joint"
                 )
         self.model, self.folder, self.device = model, folder, device
-        maps = [module.to_empty(device="cpu") for _, module in model.linear_layers()]
-        for _ in ("attached", "initialised"):  # drawn twice, as in a model with weights
-            for module in maps:
-                module.reset_parameters()
+        for _, maps in model.linear_layers():
+            maps.to_empty(device="cpu")
+            maps.reset_parameters()
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)

@@ -60,7 +60,7 @@ class TransferStage:
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model, self.config, self.validation, self.group = model, config, validation, group
-        self.metric = config.select_by
+        self.metric: str = config.select_by
         self.sink = sink
         found = (item for item in model.linear_layers() if layers is None or item[0] in layers)
         self.layers: dict[int, nn.Module] = dict(sorted(found))
@@ -148,28 +148,24 @@ class TransferStage:
         return None
 
     def _losses(self, inputs: dict[str, Tensor], scale: float | None) -> dict[str, Tensor]:
-        """The losses of all layers, in order, and their mean; gradients add up, if there is a scale."""
-        losses_L, hidden_BTD = self._run(inputs, gradient_scale=scale)
-        result = {"loss": losses_L.mean(), "layers": losses_L}
-        return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
-
-    def _run(self, inputs: dict[str, Tensor], gradient_scale: float | None) -> tuple[Tensor, Tensor | None]:
-        """One pass over a batch: the layers' losses [L], with gradients if a scale is given; `_hidden_states`."""
+        """The losses of all layers [L], in order, and their mean; gradients add up, if there is a scale."""
         losses: dict[int, Tensor] = {}
 
         def observe(seen: Observed) -> None:
             if seen.module is None:
                 return
-            with torch.set_grad_enabled(gradient_scale is not None):
+            with torch.set_grad_enabled(scale is not None):
                 loss = layer_loss(self.config, seen)
-                if gradient_scale is not None:
+                if scale is not None:
                     block = self.block_of_layer[seen.layer_idx]
-                    (loss * (gradient_scale / self.layers_in_block[block])).backward()
+                    (loss * (scale / self.layers_in_block[block])).backward()
             losses[seen.layer_idx] = loss.detach()
 
         with torch.no_grad():
             hidden_BTD = self._hidden_states(inputs, AttentionCall(mode="softmax", observe=observe))
-        return torch.stack([losses[index] for index in self.layers]), hidden_BTD
+        losses_L = torch.stack([losses[index] for index in self.layers])
+        result = {"loss": losses_L.mean(), "layers": losses_L}
+        return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
 
 
 def layer_loss(config: TransferSection, seen: Observed) -> Tensor:

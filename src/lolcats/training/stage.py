@@ -13,23 +13,19 @@ from lolcats.parallel.group import Group
 
 
 class Stage(Protocol):
-    """What a training stage gives the loop."""
+    """What a training stage gives the loop.
 
-    @property
-    def name(self) -> str:
-        """Name in messages and logs; also of its section of the configuration."""
+    Attributes:
+        name: in messages and logs; also of its section of the configuration.
+        metric: key of `evaluate()` that selects the best weights; lower is better.
+        group: the processes that train together and share the evaluations.
+        by_labels: whether a batch's loss is the mean over its labels, or else over its sequences.
+    """
 
-    @property
-    def metric(self) -> str:
-        """Key of `evaluate()` that selects the best weights; lower is better."""
-
-    @property
-    def group(self) -> Group:
-        """The processes that train together and share the evaluations."""
-
-    @property
-    def by_labels(self) -> bool:
-        """Whether a batch's loss is the mean over its labels, or else over its sequences."""
+    name: str
+    metric: str
+    group: Group
+    by_labels: bool
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         """Blocks with their own optimizer, clipping and schedule: name -> parameter. Names are unique over

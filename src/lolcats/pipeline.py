@@ -219,7 +219,7 @@ def _train(run: Run, stage: TransferStage | GateStage | AdjustStage) -> None:
             fingerprint=run.identity(stage.name, stage.validation),
         )
     run.report["stages"][stage.name] = stage_summary(result)
-    stage.release()
+    stage.graphs.release()
 
 
 def train_stage_1(run: Run) -> None:
@@ -251,6 +251,7 @@ def choose_heads(run: Run) -> None:
         section, validation = run.sections["gates"], run.data["gates"][1]
         stage = GateStage(run.model, section, validation, group=run.group, report=run.console.print)
         _train(run, stage)
+        stage.close()
         gates = stage.values()
         within_budget = partial(heads_in_budget, run.model.config, budget, run.base_dtype)
         ranked = by_gate(gates)

@@ -64,7 +64,7 @@ def test_only_gates_are_trained(gate_stage, checkpointing):
     assert all(parameter.grad is None for parameter in stage.model.parameters())
     if checkpointing:
         assert stage.model.is_gradient_checkpointing
-        stage.release()
+        stage.close()
         assert not stage.model.is_gradient_checkpointing
         plain, _ = gate_stage()
         for gate in plain.gates.values():

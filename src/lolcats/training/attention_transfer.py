@@ -85,10 +85,6 @@ class TransferStage:
         )
         self.graphs = Graphs(parameters, enabled=graphs, report=report)
 
-    def release(self) -> None:
-        """Give the CUDA graphs' memory back."""
-        self.graphs.release()
-
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         blocks: list[dict[str, nn.Parameter]] = [{} for _ in self.layers_in_block]
         for index, module in self.layers.items():

@@ -63,10 +63,6 @@ class AdjustStage:
         graphs = graphs_wanted(config.cuda_graphs, model, report, has_dropout=dropout)
         self.graphs = Graphs(list(self.blocks()[0].values()), enabled=graphs, report=report)
 
-    def release(self) -> None:
-        """Give the CUDA graphs' memory back."""
-        self.graphs.release()
-
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         return [{name: p for name, p in self.model.named_parameters() if p.requires_grad}]
 

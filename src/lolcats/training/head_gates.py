@@ -105,9 +105,8 @@ class GateStage:
         for gate in self.gates.values():
             gate.clamp_(0, 1)
 
-    def release(self) -> None:
-        """Training is over: the graphs' memory is free, and activations are not recomputed."""
-        self.graphs.release()
+    def close(self) -> None:
+        """Training is over: activations of the model are no longer recomputed."""
         if self.config.gradient_checkpointing:
             keep_activations(self.model)
 

@@ -196,7 +196,7 @@ class Blocks:
             try:
                 yield stage, data
             finally:
-                stage.release()
+                stage.graphs.release()
 
     # --- results --------------------------------------------------------------------------------------------
 

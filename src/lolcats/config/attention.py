@@ -45,7 +45,7 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """What replaces softmax attention; hashable. `settings()` lists the fields with their meaning.
+    """What replaces softmax attention; hashable. The fields carry their meaning as help texts.
 
     Raises:
         ValueError: a value of the wrong type or out of range, or values that exclude each other.

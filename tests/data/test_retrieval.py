@@ -1,8 +1,5 @@
 """Retrieval texts: their length, what they ask for, and that the two splits share nothing."""
 
-import json
-import random
-
 import numpy as np
 import pytest
 
@@ -10,15 +7,6 @@ from lolcats.config import DataSection
 from lolcats.data import build_datasets
 from lolcats.data.retrieval import COPY_PREFIX, FACTS, KINDS, LOOK_UPS, MOST_LABELS, RetrievalWriter, retrieval_dataset
 from lolcats.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def haystack(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.jsonl"
-    draw = random.Random(0)
-    rows = [{"text": " ".join(str(draw.random()) for _ in range(50))} for _ in range(60)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return str(file)
 
 
 @pytest.fixture(scope="module")

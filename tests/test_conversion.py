@@ -195,7 +195,7 @@ REFUSED = {
         lambda: build("mamba2", **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, **MAMBA2),
         r"Mamba2ForCausalLM .* no softmax attention",
     ),
-    "gpt2": (lambda: build("gpt2", **GPT), r"GPT2LMHeadModel.*rotary position embedding"),
+    "gpt2": (lambda: build("gpt2", **GPT, pad_token_id=0), r"GPT2LMHeadModel.*rotary position embedding"),
     "falcon": (
         lambda: build("falcon", **SMALL, alibi=False, new_decoder_architecture=False),
         r"FalconForCausalLM.*do not route attention",

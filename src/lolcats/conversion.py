@@ -218,11 +218,14 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def _attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """All attention layers; refuses what could not be linearized or cached."""
+    expected, recurrent = model.config.num_hidden_layers, recurrent_layers(model.config)
+    # beside recurrent layers, which know the order of tokens, attention may have no positions at all
+    if not recurrent and not any("rotary" in type(module).__name__.lower() for module in model.modules()):
+        raise _refuse(model, "it has no rotary position embedding (RoPE)")
     try:
         layers = probe(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         raise _refuse(model, f"a forward pass of two tokens failed ({type(error).__name__}: {error})") from error
-    expected, recurrent = model.config.num_hidden_layers, recurrent_layers(model.config)
     indices = [layer.heads.index for layer in layers]
     missing = sorted(set(range(expected)) - set(indices) - set(recurrent))
     if missing:
@@ -239,9 +242,6 @@ def _attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             raise _refuse(model, f"layer {layer.heads.index} {layer.obstacle}")
     if len(set(indices)) != len(layers):
         raise _refuse(model, "some layers have several attention modules")
-    # beside recurrent layers, which know the order of tokens, attention may have no positions at all
-    if not recurrent and not any("rotary" in type(module).__name__.lower() for module in model.modules()):
-        raise _refuse(model, "it has no rotary position embedding (RoPE)")
     return layers
 
 

@@ -177,7 +177,7 @@ def model_card(report: dict[str, Any]) -> str:
 {made}
 
 ```python
-{"" if control else "import lolcats  # or trust_remote_code=True where lolcats is not installed"}
+{"" if control else "import lolcats  # where it is not installed: trust_remote_code=True in both calls"}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH")

@@ -1,19 +1,17 @@
-"""Two steps of TRL's trainers on a linearized model; skipped where TRL is not installed."""
+"""Two steps of TRL's trainers on a linearized model."""
 
 import math
 
+import datasets
 import pytest
 import torch
+import trl
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 
-trl = pytest.importorskip("trl")
-pytestmark = pytest.mark.slow
-
-datasets = pytest.importorskip("datasets")
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 QUICK = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True}
 QUICK |= {"report_to": "none", "save_strategy": "no", "bf16": False}

@@ -84,8 +84,8 @@ Sources = Annotated[
     typer.Option(
         "--data",
         metavar="PATH[,KEY=VALUE]...",
-        help="Hub id, local json(l), csv, tsv, parquet or txt (.gz), `demo`, or `self`: what the model writes;"
-        " repeatable. Keys: weight, split, name, format, answers, text_column, max_rows, loss_on, seed.",
+        help="Hub id, local json(l), csv, tsv, parquet or txt (.gz), `demo`, or `self`: what the model writes."
+        f" Repeatable. Keys: {', '.join(list(DataSource.model_fields)[1:])}.",
     ),
 ]
 Model = Annotated[str | None, typer.Argument(help="Hub id or folder; optional if the recipe names one.")]

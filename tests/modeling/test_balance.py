@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Olmo2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma3TextConfig, LlamaConfig, Olmo2Config, Qwen3Config
 
 from lolcats.config import AdjustSection
 from lolcats.config.attention import AttentionConfig
@@ -18,12 +18,12 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 IDS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
-def model_with_outliers(**attention):
+def model_with_outliers(heads=2, **attention):
     torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)).eval()
+    base = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"num_key_value_heads": heads}, attention_bias=True))
     for layer in base.model.layers:  # as Qwen2 has them
-        layer.self_attn.k_proj.bias.data[[3, 11, 16 + 5]] = torch.tensor([60.0, -25.0, 90.0])
-    model = convert(base, AttentionConfig(window_size=8, exact=("0.1",), **attention)).eval()
+        layer.self_attn.k_proj.bias.data[[3, 11, 5 - 16]] = torch.tensor([60.0, -25.0, 90.0])
+    model = convert(base, AttentionConfig(window_size=8, exact=("0.1",)[: heads - 1], **attention)).eval()
     for _, layer in model.linear_layers():
         for weight in (layer.q_weight, layer.k_weight):
             weight.data += 0.1 * torch.randn_like(weight)
@@ -35,9 +35,9 @@ def logits(model, **call):
         return model(IDS, use_cache=False, **call).logits
 
 
-@pytest.mark.parametrize("share", ["kv_head", "query_head"])
-def test_the_function_stays_and_eight_bits_lose_less(share):
-    model = model_with_outliers(share_state=share)
+@pytest.mark.parametrize(("share", "heads"), [("kv_head", 2), ("query_head", 2), ("kv_head", 1)])
+def test_the_function_stays_and_eight_bits_lose_less(share, heads):
+    model = model_with_outliers(heads, share_state=share)
     softmax, hybrid = logits(model, attention_call=SOFTMAX), logits(model)
     packed = copy.deepcopy(model)
     packed.set_attention(cache_bits=8)
@@ -46,19 +46,19 @@ def test_the_function_stays_and_eight_bits_lose_less(share):
     assert torch.equal(logits(model, attention_call=SOFTMAX), softmax)
     torch.testing.assert_close(logits(model), hybrid, rtol=1e-5, atol=1e-5)
     model.set_attention(cache_bits=8)
-    assert (logits(model) - hybrid).norm() < 0.7 * lost
+    assert (logits(model) - hybrid).norm() < 0.9 * lost
 
 
-@pytest.mark.parametrize(("config", "balanced"), [(Qwen3Config, 2), (Olmo2Config, 2), (Gemma3TextConfig, 0)])
-def test_keys_behind_a_norm(config, balanced):
-    """Of all channels, or of each head's; Gemma's norms multiply by one plus their weight."""
+@pytest.mark.parametrize("config", [Qwen3Config, Olmo2Config, Gemma3TextConfig, CohereConfig])
+def test_keys_behind_a_norm(config):
+    """Of all channels, or of each head's; Gemma's norms multiply by one plus their weight, Cohere's are [heads, D]."""
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(config(**SIZES, pad_token_id=0)).eval()
+    base = AutoModelForCausalLM.from_config(config(**SIZES, pad_token_id=0, use_qk_norm=True)).eval()
     for layer in base.model.layers:
-        layer.self_attn.k_norm.weight.data[[3, 11]] = torch.tensor([40.0, 9.0])
+        layer.self_attn.k_norm.weight.data[..., [3, 11]] = torch.tensor([40.0, 9.0])
     model = convert(base, AttentionConfig(window_size=8, exact=("0.1",), sliding_layers="linearize")).eval()
     before, hybrid = copy.deepcopy(model.state_dict()), logits(model)
-    assert balance_keys(model) == balanced
+    assert (balanced := balance_keys(model)) == 2 * (config in (Qwen3Config, Olmo2Config))
     torch.testing.assert_close(logits(model), hybrid, rtol=1e-5, atol=1e-5)
     same = all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert same == (balanced == 0)

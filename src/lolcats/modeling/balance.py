@@ -60,6 +60,7 @@ def _parts(attention: Any) -> tuple[Any, Any] | None:
         return None
     weights = [x for part in parts for x in part.parameters()]
     whole = all(x.is_floating_point() and not isinstance(x.data, DTensor) for x in weights)
+    whole &= kind == "proj" or all(x.dim() == 1 for x in weights)  # Cohere's norms are [heads, D]
     return parts if whole and weights else None
 
 
@@ -76,12 +77,11 @@ def _factors(layer: LayerHeads, part: nn.Module, before: nn.Module | None) -> Te
 
 
 def _scale(layer: LayerHeads, attention: Any, parts: tuple[Any, Any], factor_GD: Tensor) -> None:
-    shared = len(factor_GD) == 1
-    query_HD = factor_GD if shared else factor_GD.repeat_interleave(layer.num_heads // layer.num_kv_heads, 0)
-    for part, factor in zip(parts, (query_HD, 1 / factor_GD), strict=True):
+    for part, factor in zip(parts, (factor_GD, 1 / factor_GD), strict=True):
         for name, x in part.named_parameters():
             if "lora_A" not in name:  # its rows are no channels
-                x.mul_(factor.flatten().view(-1, *[1] * (x.dim() - 1)).to(x.dtype))
+                factor_HD = factor.repeat_interleave(len(x) // factor.numel(), 0)
+                x.mul_(factor_HD.view(-1, *[1] * (x.dim() - 1)).to(x.dtype))
     if layer.is_softmax:
         return
     linear = [head for head in range(layer.num_kv_heads) if head not in layer.exact]

@@ -16,14 +16,14 @@ FACTOR_BYTES = 4
 def pack(x: Tensor) -> Tensor:
     """[..., D] in any float type -> int8 [..., D + 4]; entries are off by at most 1/254 of the token's largest."""
     x = x.float()
-    factor = x.abs().amax(-1, keepdim=True) * (1 / LEVELS)  # a division by 127 rounds otherwise on a GPU
+    factor = (x.abs().amax(-1) * (1 / LEVELS))[..., None]  # a division by 127 rounds otherwise on a GPU
     levels = (x / factor.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
     return torch.cat([levels, factor.contiguous().view(torch.int8)], -1)
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The reverse of `pack`, in `dtype`."""
-    factor = packed[..., -FACTOR_BYTES:].contiguous().view(torch.float32)
+    factor = packed[..., -FACTOR_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (packed[..., :-FACTOR_BYTES].float() * factor).to(dtype)
 
 

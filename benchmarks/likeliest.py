@@ -22,7 +22,7 @@ from lolcats.evaluation.load import load_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 
-TOKENS = 200
+PROMPTS, TOKENS = 48, 200
 
 
 def load(path: str) -> tuple[Any, Any]:
@@ -43,14 +43,13 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     for name in ("--data", "--text", "--json"):
         parser.add_argument(name, type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=48)
     options = parser.parse_args()
-    count, data = options.prompts, options.data
+    data = options.data
     original, tokenizer = load(options.original)
     answers = Answers(original, tokenizer, 16, 8192, None)
-    code, sums = rows(data, "humaneval", "test")[::3][:count], rows(data, "gsm8k", "test")[500 : 500 + count]
+    code, sums = rows(data, "humaneval", "test")[::3][:PROMPTS], rows(data, "gsm8k", "test")[500 : 500 + PROMPTS]
     with gzip.open(options.text, "rt", encoding="utf-8") as stream:
-        texts = [json.loads(line)["text"].split() for line, _ in zip(stream, range(count), strict=False)]
+        texts = [json.loads(line)["text"].split() for line, _ in zip(stream, range(PROMPTS), strict=False)]
     shown = examples(data, 8)
     prompts = {
         "code": programs(answers, code, 0, 7),
@@ -76,8 +75,8 @@ def main() -> None:
                 teacher_LV, student_LV = saved.to(model.device).float(), scores(model, *pair)
                 same += int((student_LV.argmax(-1) == teacher_LV.argmax(-1)).sum())
                 divergence += float((teacher_LV.exp() * (teacher_LV - student_LV)).sum())
-            row = {"agree": 100 * same / tokens, "kl": divergence / tokens, "tokens": tokens}
-            found.append({"model": path, "kind": kind, **row})
+            means = {"agree": 100 * same / tokens, "kl": divergence / tokens}
+            found.append({"model": path, "kind": kind, "tokens": tokens} | means)
             print(found[-1], flush=True)
         options.json.write_text(json.dumps({"provenance": provenance(), "rows": found}, indent=1))
         del model

@@ -235,7 +235,8 @@ Column = tuple[int, Callable[[dict[str, Any]], float | None]]  # digits, and wha
 def of_runs(runs: list[dict[str, Any]], columns: dict[str, Column]) -> list[str]:
     """A row for each title of runs: means over these, with how many measured it if not all did; "-": none."""
     rows = []
-    for title in sorted({run["row"]: 0 for run in runs}, key=lambda row: row not in ("teacher", "`lolcats-hybrid`")):
+    first = ("teacher", "`lolcats-hybrid`")
+    for title in sorted(dict.fromkeys(run["row"] for run in runs), key=lambda title: title not in first):
         same = [run for run in runs if run["row"] == title]
         cells = [title, str(len(same))]
         for digits, find in columns.values():

@@ -35,8 +35,8 @@ def logits(model, **call):
         return model(IDS, use_cache=False, **call).logits
 
 
-@pytest.mark.parametrize(("share", "heads"), [("kv_head", 2), ("query_head", 2), ("kv_head", 1)])
-def test_the_function_stays_and_eight_bits_lose_less(share, heads):
+@pytest.mark.parametrize(("share", "heads", "most"), [("kv_head", 2, 0.6), ("query_head", 2, 0.6), ("kv_head", 1, 0.9)])
+def test_the_function_stays_and_eight_bits_lose_less(share, heads, most):
     model = model_with_outliers(heads, share_state=share)
     softmax, hybrid = logits(model, attention_call=SOFTMAX), logits(model)
     packed = copy.deepcopy(model)
@@ -46,7 +46,7 @@ def test_the_function_stays_and_eight_bits_lose_less(share, heads):
     assert torch.equal(logits(model, attention_call=SOFTMAX), softmax)
     torch.testing.assert_close(logits(model), hybrid, rtol=1e-5, atol=1e-5)
     model.set_attention(cache_bits=8)
-    assert (logits(model) - hybrid).norm() < 0.9 * lost
+    assert (logits(model) - hybrid).norm() < most * lost
 
 
 @pytest.mark.parametrize("config", [Qwen3Config, Olmo2Config, Gemma3TextConfig, CohereConfig])
@@ -58,10 +58,10 @@ def test_keys_behind_a_norm(config):
         layer.self_attn.k_norm.weight.data[..., [3, 11]] = torch.tensor([40.0, 9.0])
     model = convert(base, AttentionConfig(window_size=8, exact=("0.1",), sliding_layers="linearize")).eval()
     before, hybrid = copy.deepcopy(model.state_dict()), logits(model)
-    assert (balanced := balance_keys(model)) == 2 * (config in (Qwen3Config, Olmo2Config))
+    assert balance_keys(model) == (2 if config in (Qwen3Config, Olmo2Config) else 0)
     torch.testing.assert_close(logits(model), hybrid, rtol=1e-5, atol=1e-5)
     same = all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert same == (balanced == 0)
+    assert same == (config in (Gemma3TextConfig, CohereConfig))
 
 
 def test_adapters_are_scaled_with_their_layers():

@@ -63,7 +63,8 @@ def test_the_folder_holds_everything(finished):
     assert saved["config"]["seed"] == 0
     card = (output / "README.md").read_text()
     assert f"{report['perplexity']['adjust']:.3f}" in card
-    assert all(part in card for part in ("A linear-time, constant-memory version", "trust_remote_code=True in both"))
+    assert "A linear-time, constant-memory version" in card
+    assert "trust_remote_code=True in both calls" in card
 
 
 def test_the_card_names_what_ran_and_no_local_paths(finished, model_dir):
